@@ -53,8 +53,8 @@ def regenerate(
         DataError: lines are bad, or the chat template refuses them; nothing is generated then.
     """
     lines = _check(data, tokenizer)
-    numbers = [json.loads(line)["line"] for line in _whole_lines(out)]
-    after, answers = numbers[-1] if numbers else 0, len(numbers)
+    known = [(one["line"], one.get("is_cut", False)) for one in map(json.loads, _whole_lines(out))]
+    after, answers, cut = known[-1][0] if known else 0, len(known), sum(is_cut for _, is_cut in known)
     options: dict[str, Any] = dict(slots=SLOTS, max_len=config.length, eos_ids=tuple(eos), prefix_cache=False)
     options["controls"] = False  # no request has penalties, a bias or a grammar
     with (
@@ -62,11 +62,12 @@ def regenerate(
         out.open("a", encoding="utf-8") as file,
         progress_bar(lines, "regenerating answers", "lines") as bar,
     ):
-        bar.update(len(numbers))
+        bar.update(len(known))
         rest = ((number, value) for number, value in read_lines(data) if number > after)
         while chunk := list(islice(rest, CHUNK)):
             answered = _answer(chunk, engine, tokenizer, config)
             answers += len(answered)
+            cut += sum(value["is_cut"] for _, value in answered)
             for number, value in answered:
                 file.write(json.dumps({"line": number, **value}) + "\n")
             file.flush()
@@ -75,6 +76,11 @@ def regenerate(
         logger.warning(
             "%d of %d lines were left out: their prompts have fewer than %d tokens, or leave no room for an answer "
             "within length", skipped, lines, LEAST,
+        )  # fmt: skip
+    if cut:
+        logger.warning(
+            "%d of %d conversations end before their last answer: the chat template cannot take an answer back, or the "
+            "next prompt leaves no room within length", cut, lines,
         )  # fmt: skip
     return out
 
@@ -110,9 +116,10 @@ def _answer(
     while True:
         asked = {number: talk.prompt for number, talk in talks.items() if talk.prompt is not None}
         fits = {number: ids for number, ids in asked.items() if LEAST <= len(ids) <= config.length - LEAST}
-        talks = {number: talk for number, talk in talks.items() if number in fits or number not in asked}
+        for number in asked.keys() - fits.keys():
+            talks[number].end_early()
         if not fits:
-            return [(number, {"documents": [one.to_json() for one in talk.made]}) for number, talk in talks.items()]
+            return [(number, talk.to_json()) for number, talk in talks.items() if talk.made]
         fixed: dict[str, Any] = dict(temperature=config.temperature)
         params = [SamplingParams(max_tokens=config.max_tokens, seed=number, **fixed) for number in fits]
         for number, done in zip(fits, engine.generate(list(fits.values()), params), strict=True):
@@ -127,11 +134,13 @@ class _Talk:
     Attributes:
         prompt: token ids before the answer that is to be made; None: all are made.
         made: documents with the answers so far.
+        is_cut: whether it ended before its last answer.
     """
 
     def __init__(self, value: Any, tokenizer: Tokenizer) -> None:
         self._tokenizer, self._line = tokenizer, parse(value, is_answered=False)
         self._asked = iter(asked_at(self._line))
+        self.is_cut = False
         self.made: list[Document] = []
         self.prompt: list[int] | None = prompt_of(self._line, next(self._asked), tokenizer)
 
@@ -139,19 +148,32 @@ class _Talk:
         """Enter the target's answer.
 
         A conversation goes on with the answer's text. It ends where the text lacks special tokens inside the answer,
-        because the chat template would put others in their place.
+        in whose place the chat template would put others, or where the chat template refuses the text.
         """
         assert self.prompt is not None and done.text is not None
         add_answer(self.made, [*self.prompt, *done.token_ids], len(self.prompt))
         index, self.prompt = next(self._asked, None), None
-        inside = done.token_ids[:-1] if done.finish_reason == "eos" else done.token_ids
-        if index is None or not self._tokenizer.hidden_ids.isdisjoint(inside):
+        if index is None:
             return
+        inside = done.token_ids[:-1] if done.finish_reason == "eos" else done.token_ids
         messages = self._line["messages"]
         answered = max(at for at in asked_at(self._line) if at < index)
         if not messages[answered].get("tool_calls"):  # whose results follow
             messages[answered] = {"role": "assistant", "content": done.text}
-        self.prompt = prompt_of(self._line, index, self._tokenizer)
+        try:
+            self.prompt = prompt_of(self._line, index, self._tokenizer)
+        except ValueError:
+            self.end_early()
+        if not self._tokenizer.hidden_ids.isdisjoint(inside):
+            self.end_early()
+
+    def end_early(self) -> None:
+        """Make no more answers."""
+        self.is_cut, self.prompt = True, None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the documents as JSON values."""
+        return {"documents": [one.to_json() for one in self.made], "is_cut": self.is_cut}
 
 
 def asked_at(line: dict[str, Any]) -> list[int]:
@@ -160,6 +182,8 @@ def asked_at(line: dict[str, Any]) -> list[int]:
     Raises:
         DataError: there is none.
     """
+    if "documents" in line:
+        raise DataError("documents: expected texts or messages, got answers of a target; train without regenerate")
     if "messages" not in line:
         return [0]
     messages = line["messages"]

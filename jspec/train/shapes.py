@@ -34,8 +34,8 @@ def parse(value: Any, *, is_answered: bool = True) -> dict[str, Any]:
     match value:
         case DataError():
             raise value
-        case {"documents": list(documents)}:  # of `jspec.train.regenerate`
-            return {"documents": documents}
+        case {"line": int(), "documents": [{"token_ids": list(), "answers": list()}, *_] as documents}:
+            return {"documents": documents}  # of `jspec.train.regenerate`
         case {"messages": list(messages)}:
             return _conversation("messages", messages, value, "assistant" if is_answered else "user")
         case {"conversations": list(turns)}:

@@ -45,6 +45,7 @@ NEEDS_CONTENT = OBJECT.replace("{{ m.content }}", "{{ m.content.split('</think>'
 DEVELOPER: Any = {"role": "developer", "content": "BE BRIEF"}
 SYSTEM: Any = {"role": "system", "content": "BE BRIEF"}
 USER: Any = {"role": "user", "content": "hi"}
+NO: Any = {"role": "assistant", "content": "no"}
 TEXTS: Any = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
 JSON = '{"x":  1, "é": "a b"}'
 
@@ -88,6 +89,8 @@ def renderer() -> ChatTemplate:
         (WITHOUT_CONTENT, [USER, asks(JSON, content="")], [USER, asks(JSON, content=None)]),
         (NEEDS_CONTENT, [asks(JSON)], [asks({"x": 1, "é": "a b"}, content="")]),
         (TURNS, [{**USER, "tool_calls": [], "name": None}], [USER]),
+        (TURNS, [USER, {"role": "assistant", "content": None, "refusal": "no"}], [USER, NO]),
+        (TURNS, [USER, {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}], [USER, NO]),
     ],
 )
 def test_template_gets_the_form_that_it_reads(
@@ -107,13 +110,15 @@ def test_template_gets_the_form_that_it_reads(
         (TURNS, [USER, {"role": "boss", "content": "hi"}], r"messages\[1\]\.role: expected one of .*, got 'boss'"),
         (TURNS, [USER, asks(JSON)], r"messages\[1\]\.tool_calls\[0\]: .* a tool call, which it leaves out"),
         (calls("1"), [asks(JSON)], r"messages\[0\]\.tool_calls\[0\]\.function\.arguments: .* the arguments of"),
-        (ITEMS, [asks("{broken")], r"messages: the chat template failed: .*items"),
+        (ITEMS, [asks("{broken")], r"messages\[0\]\.tool_calls\[0\].*: expected JSON text of an"),
         ("{% for m in messages %}{{ m.content[0] }}{% endfor %}", [USER], r"messages\[0\]: "),  # a letter, or a part
         (LATE_SYSTEM, [USER, SYSTEM], r"messages\[1\]: "),
         (TURNS, [{"role": 1, "content": "a"}], r"messages\[0\]\.role: expected a text, got 1"),
         (TURNS, [{"role": "assistant"}], r"messages\[0\]\.content: expected a text or a list"),
         (TURNS, [part({"role": "user", "content": 1})], r"messages\[0\]\.content\[0\]\.text: expected a text, got 1"),
         (TURNS, [asks(5)], r"messages\[0\]\.tool_calls\[0\]\.function\.arguments: expected a dict or JSON text"),
+        (TURNS, [{**NO, "function_call": {"name": "f"}}], r"messages\[0\]\.function_call: expected tool_calls instead"),
+        (TURNS, [{**NO, "audio": {"id": "1"}}], r"messages\[0\]\.audio: .* has no audio input"),
         (TURNS, [{**USER, "tool_calls": ["f"]}], r"messages\[0\]\.tool_calls\[0\]\.function: expected a tool call"),
         *(
             (TURNS, [{"role": "user", "content": [{"type": kind}]}], rf"content\[0\]\.type: .* has no {medium} input")

@@ -185,7 +185,7 @@ def test_bad_lines_are_named_by_number_with_the_reason(tmp_path: Path, line: Any
 
 
 def test_columns_of_other_shapes_that_are_null_are_ignored(tmp_path: Path) -> None:
-    empty = {"messages": None, "prompt": None, "completion": None, "text": None}
+    empty = {"messages": None, "prompt": None, "completion": None, "text": None, "documents": ["de"]}
     pair = {"prompt": "de", "completion": "fg"}
     lines = [{**empty, "text": "abc"}, {"text": "abc", "prompt": "x"}, {**empty, **pair}, {**pair, "text": "abc"}]
     assert [text for _, text, _ in read(write(tmp_path / "d", *lines))] == ["abc", "abc", "defg", "defg"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -83,7 +84,7 @@ def test_answers_are_those_of_plain_decoding_with_the_seeds_of_the_lines(
             made = answer(prompt, seed).token_ids
             return {"token_ids": [*ids, *made], "answers": [[len(ids), len(ids) + len(made)]]}
 
-        assert found[0] == {"line": 1, "documents": [document("one two", 1)]}
+        assert found[0] == {"line": 1, "documents": [document("one two", 1)], "is_cut": False}
         assert found[1]["documents"] == [document("three", 2)] != [document("three", 3)]
         talk: list[Any] = []
         expected = []
@@ -97,7 +98,7 @@ def test_answers_are_those_of_plain_decoding_with_the_seeds_of_the_lines(
             for one in found[2]["documents"]
             for start, end in one["answers"]
         ] == expected
-        assert found[4] == {"line": 6, "documents": [document("no answer", 6)]}
+        assert found[4] == {"line": 6, "documents": [document("no answer", 6)], "is_cut": False}
         assert found[5]["documents"] == [document(Chat().chat(LINES[6]["messages"]), 7)]
 
 
@@ -140,7 +141,9 @@ class Channels(ByteTokenizer):
         return self.encode("".join(f"<{one['role']}>{one['content']}" for one in messages))
 
 
-def test_generated_ids_are_kept_and_a_talk_ends_where_their_text_lacks_special_tokens(data: Path) -> None:
+def test_generated_ids_are_kept_and_a_talk_ends_where_their_text_lacks_special_tokens(
+    data: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     data.write_text(json.dumps({"messages": turn * 3}) + "\n")
     out = regenerate(data, data.with_name("out"), TARGET, Channels(), (), CONFIG)
@@ -152,3 +155,26 @@ def test_generated_ids_are_kept_and_a_talk_ends_where_their_text_lacks_special_t
     ((number, read),) = read_documents(out, Channels(), 256)
     assert (number, read.tokens.tolist()) == (1, document["token_ids"])
     assert np.flatnonzero(read.counted).tolist() == list(range(start, end))
+    assert line["is_cut"] and "1 of 1 conversations end before their last answer" in caplog.text
+    with pytest.raises(DataError, match="line 1: documents: expected texts or messages, got answers of a target"):
+        regenerate(out, data.with_name("again"), TARGET, Channels(), (), CONFIG)
+
+
+class OneTurn(ByteTokenizer):
+    """Bytes, and a chat template that refuses a second answer, whatever it is."""
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+        if len(messages) > 2 and messages[1]["content"] != "b":
+            raise ValueError("no second answer")
+        return self.encode("".join(f"<{one['role']}>{one['content']}" for one in messages))
+
+
+def test_a_talk_whose_template_refuses_an_answer_ends_with_it() -> None:
+    turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    for text, is_cut in (("c", True), ("b", False)):
+        talk = module._Talk({"messages": turn * 2}, OneTurn())
+        done: Any = SimpleNamespace(text=text, token_ids=[ord(text)], finish_reason="length")
+        talk.add(done)
+        assert (talk.is_cut, talk.prompt is None) == (is_cut, is_cut)
+        (document,) = talk.to_json()["documents"]
+        assert document["answers"] == [[len("<user>a"), len("<user>ab")]]

@@ -94,6 +94,12 @@ def _message(value: Any, name: str, reader: str) -> dict[str, Any]:
     message = {key: item for key, item in value.items() if item is not None}
     if not isinstance(message.get("role"), str):
         raise TypeError(f"{name}.role: expected a text, got {short(message.get('role'))}")
+    if "function_call" in message:
+        raise ValueError(f"{name}.function_call: expected tool_calls instead, by which it was replaced")
+    if "audio" in message:
+        raise ValueError(f"{name}.audio: expected nothing, because this {reader} has no audio input")
+    if "content" not in message and "refusal" in message:
+        message["content"] = message.pop("refusal")
     calls = _message_calls(message.pop("tool_calls", ()), f"{name}.tool_calls")
     if "content" in message or not calls:
         message["content"] = join_parts(message.get("content"), f"{name}.content", PARTS, reader)

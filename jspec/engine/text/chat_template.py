@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 from jspec.engine.text import template_process
-from jspec.engine.text.conversation import FAILED, MarkedCopy, forms
+from jspec.engine.text.conversation import FAILED, MarkedCopy, forms, wrong_arguments
 
 SECONDS, GIB = 5.0, 1.0  # limits: seconds of CPU time for one conversation, and GiB of memory for the process
 PATIENCE = 12  # a process without an answer after PATIENCE times its CPU limit is ended
@@ -101,7 +101,8 @@ class ChatTemplate:
             faults.append(fault)
             if time.monotonic() > end:
                 break
-        raise ValueError(min(faults, key=lambda fault: fault.startswith(FAILED)))  # what is left out says more
+        fault = min(faults, key=lambda fault: fault.startswith(FAILED))  # what is left out says more than a failure
+        raise ValueError((fault.startswith(FAILED) and wrong_arguments(messages)) or fault)
 
     def _choose(self, tokenizer: Any, name: str | None, tools: Any) -> str:
         """Return the template of this name, or ``name`` itself if it is a template, or the tokenizer's choice."""

@@ -9,6 +9,7 @@ after the other, each beside a copy with a mark in every text: what the template
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
@@ -83,6 +84,17 @@ def _object(arguments: str) -> dict[str, Any] | None:
     return made if isinstance(made, dict) else None
 
 
+def wrong_arguments(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Return an error that names the first arguments of a tool call that are no JSON object; "": all are."""
+    for index, message in enumerate(messages):
+        for number, call in enumerate(message.get("tool_calls") or ()):
+            arguments = call["function"].get("arguments")
+            if isinstance(arguments, str) and _object(arguments) is None:
+                name = f"messages[{index}].tool_calls[{number}].function.arguments"
+                return f"{name}: expected JSON text of an object, which the template needs, got {short(arguments)}"
+    return ""
+
+
 class MarkedCopy:
     """A copy of a conversation with a mark at the end of every content and in every tool call.
 
@@ -105,8 +117,9 @@ class MarkedCopy:
         """Return why the text of the copy is not that of the whole conversation; "": it is."""
         if f"'{self._key}" in text or self._part in text:
             return f"{FAILED}it writes an object or a list in Python's notation"
+        shown = set(re.findall(rf"{self._key}x\d+x", text))
         for mark, (path, what) in self._marks.items():
-            if mark not in text:
+            if mark not in shown:
                 return (
                     f"{path}: expected what the chat template writes into the prompt, got {what}, which it leaves out; "
                     "leave it out, or give its text in another message"

@@ -43,13 +43,13 @@ def read_messages(name: str, value: Any, system: Any) -> Translation:
         blocks = listing(MAX_MESSAGES)(f"{field}.content", content)
         named = [(f"{field}.content[{i}]", mapping(f"{field}.content[{i}]", block)) for i, block in enumerate(blocks)]
         if role == "user":
-            _add_user(made, field, named)
+            _add_user(made, named)
         else:
             _add_assistant(made, field, named)
     return made
 
 
-def _add_user(made: Translation, field: str, blocks: list[tuple[str, dict[str, Any]]]) -> None:
+def _add_user(made: Translation, blocks: list[tuple[str, dict[str, Any]]]) -> None:
     """Add the messages of the blocks of a user's message: results of tools, and texts between them."""
     is_begun = False
     for name, block in blocks:
