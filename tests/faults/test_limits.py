@@ -16,10 +16,10 @@ import pytest
 from jspec import Engine, SamplingParams
 from jspec.engine.callers import engine_thread
 from jspec.engine.callers.by_hand import ByHand
-from jspec.engine.input.input_processor import CHARACTERS_PER_TOKEN
 from jspec.engine.input.penalty_input import pack_controls
 from jspec.engine.request import token_logprobs
 from jspec.engine.request.metrics import Metrics
+from jspec.engine.request.too_long import CHARACTERS_PER_TOKEN
 from jspec.engine.schedule import scheduler
 from tests.support import brittle, engines, lettered
 from tests.support.serving import wait_until

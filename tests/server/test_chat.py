@@ -11,7 +11,7 @@ import pydantic
 import pytest
 
 from jspec import SamplingParams
-from jspec.engine.input.input_processor import CHARACTERS_PER_TOKEN
+from jspec.engine.request.too_long import CHARACTERS_PER_TOKEN
 from tests.support import serving
 
 MESSAGES: list[Any] = [

@@ -160,6 +160,28 @@ def test_prompt_that_is_too_long_is_told_in_the_words_of_each_api(
     assert words and int(words[1]) > most
 
 
+def test_prompt_and_answer_that_need_more_than_all_pages_are_told_in_the_words_of_each_api() -> None:
+    small = serving.small_engine(1, 512, TEMPLATE, pages=5)
+    with serving.running(small) as server, server.http() as http:
+        user = {"messages": [{"role": "user", "content": "a"}]}
+        errors = [
+            http.post(path, json={**body, **limit}).json()["error"]
+            for path, body, limit in (
+                ("/v1/completions", {"prompt": "a"}, {"max_tokens": 400}),
+                ("/v1/chat/completions", user, {}),  # without a limit the answer may have all that max_len leaves
+                ("/v1/responses", {"input": "a"}, {"max_output_tokens": 400}),
+                ("/v1/messages", user, {"max_tokens": 400}),
+            )
+        ]
+    words = re.compile(r"maximum context length is (\d+) tokens.* got (\d+) \+ (\d+) > (\d+); shorten it, or lower")
+    for error, param, answer in zip(errors, ("prompt", "messages", "input"), (400, None, 400), strict=False):
+        assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+        most, prompt, asked, again = map(int, words.search(error["message"]).groups())  # type: ignore[union-attr]
+        assert most == again < prompt + asked and asked == (512 - prompt if answer is None else answer)
+    told = r"input length and `max_tokens` exceed context limit: \d+ \+ 400 > \d+, decrease input length"
+    assert re.match(told, errors[3]["message"]) and errors[3]["type"] == "invalid_request_error"
+
+
 def changed(value: Any, path: tuple[str | int, ...], new: Any) -> Any:
     """Return a copy of a JSON value with another value at a path."""
     if not path:

@@ -21,39 +21,10 @@ from jspec.engine.input.grammar_input import GrammarInput
 from jspec.engine.request.request import OutputState, Request
 from jspec.engine.request.sampling_params import SamplingParams, sample_seed
 from jspec.engine.request.token_logprobs import PromptLogprobs
+from jspec.engine.request.too_long import PromptTooLong, check_characters
 from jspec.engine.text.detokenizer import TextDecoder
 from jspec.engine.text.token_texts import visible_context
 from jspec.engine.text.tokenizer import Tokenizer
-
-CHARACTERS_PER_TOKEN = 128  # a text prompt with more is refused before it is tokenised; ordinary tokens are shorter
-
-
-class PromptTooLong(ValueError):
-    """A prompt of more tokens than an engine has room for, or of more characters than so many tokens can have.
-
-    Args:
-        name: the prompt's name.
-        size: number of its tokens, or of its characters.
-        max_len: the engine's `max_len`.
-        unit: "tokens" or "characters".
-
-    Attributes:
-        most: largest size of a prompt.
-    """
-
-    def __init__(self, name: str, size: int, max_len: int, unit: str = "tokens") -> None:
-        self.size, self.max_len, self.unit = size, max_len, unit
-        self.most = max_len - 1 if unit == "tokens" else max_len * CHARACTERS_PER_TOKEN
-        expected = f"at most {self.most} characters ({CHARACTERS_PER_TOKEN} for each of max_len={max_len} tokens)"
-        if unit == "tokens":
-            expected = f"fewer tokens than max_len={max_len}, which counts prompt and answer"
-        super().__init__(f"{name}: expected {expected}, got {size}; shorten it or raise max_len")
-
-
-def check_characters(name: str, size: int, max_len: int) -> None:
-    """Raise PromptTooLong if a text has so many characters that its tokens cannot fit, before it is tokenised."""
-    if size > max_len * CHARACTERS_PER_TOKEN:
-        raise PromptTooLong(name, size, max_len, "characters")
 
 
 @dataclass

@@ -13,6 +13,7 @@ from itertools import takewhile
 
 from jspec.core.prompt_blocks import block_rows, padded
 from jspec.engine.request.request import Request
+from jspec.engine.request.too_long import RequestTooLong
 from jspec.engine.schedule.page_pool import Digest, PagePool, page_digests
 
 # Time of a prefill beside that of its rows, in rows: 2.5 ms to read the weights and 0.022 ms a row (8B model, H100).
@@ -159,13 +160,16 @@ class Scheduler:
         """Raise an error for a request that could never be admitted.
 
         Raises:
-            ValueError: the request needs more pages than the pool has.
+            RequestTooLong: the request needs more pages than the pool has.
         """
-        rows = request.rows_needed + self.limits.scratch_rows
-        needed, total = self.pages.needed(rows), self.pages.pages - 1
-        if needed > total:
-            raise ValueError(
-                f"the request needs {needed} pages ({rows} rows), the pool has {total}; lower max_tokens or raise pages"
+        scratch, total = self.limits.scratch_rows, self.pages.pages - 1
+        if self.pages.needed(request.rows_needed + scratch) > total:
+            raise RequestTooLong(
+                len(request.prompt_token_ids),
+                request.max_new_tokens,
+                scratch=scratch,
+                pages=total,
+                page_size=self.pages.page_size,
             )
 
     def add(self, request: Request) -> None:

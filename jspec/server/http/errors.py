@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from jspec.engine.input.input_processor import PromptTooLong
+from jspec.engine.request.too_long import PromptTooLong, RequestTooLong
 
 ANTHROPIC_TYPES = {  # by status
     401: "authentication_error",
@@ -105,21 +105,27 @@ def refused(
             return _too_long(error, field)
         is_named = message[match.end() - 2 : match.end()] == ": "
         return invalid(field, message[match.end() :] if is_named else message)
+    if isinstance(error, RequestTooLong) and default is not None:
+        return _too_long(error, default)
     if default is None:
         return ApiError(400, message, code="invalid_value")
     return invalid(default, message)
 
 
-def _too_long(error: PromptTooLong, field: str) -> ApiError:
-    """Make the error for a prompt that is too long, in the words by which clients of both APIs know it."""
-    return ApiError(
-        400,
-        f"{field}: This model's maximum context length is {error.max_len} tokens, of prompt and answer together: "
-        f"expected at most {error.most} {error.unit}, got {error.size}; shorten it",
-        param=field,
-        code="context_length_exceeded",
-        anthropic=f"prompt is too long: {error.size} {error.unit} > {error.most} maximum",
-    )
+def _too_long(error: PromptTooLong | RequestTooLong, field: str) -> ApiError:
+    """Make the error for a request that does not fit, in the words by which clients of both APIs know it."""
+    if isinstance(error, PromptTooLong):
+        limit, wrong = error.max_len, f"expected at most {error.most} {error.unit}, got {error.size}; shorten it"
+        anthropic = f"prompt is too long: {error.size} {error.unit} > {error.most} maximum"
+    else:
+        limit, sizes = error.most, f"{error.prompt} + {error.answer} > {error.most}"
+        wrong = f"expected a prompt and an answer that fit, got {sizes}; shorten it, or lower the limit of the answer"
+        anthropic = (
+            f"input length and `max_tokens` exceed context limit: {sizes}, decrease input length or `max_tokens` and "
+            "try again"
+        )
+    words = f"This model's maximum context length is {limit} tokens, of prompt and answer together"
+    return ApiError(400, f"{field}: {words}: {wrong}", param=field, code="context_length_exceeded", anthropic=anthropic)
 
 
 def _renamed(path: str, names: Mapping[str, str]) -> str:

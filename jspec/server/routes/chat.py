@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from jspec.engine.callers.text_generator import TextGenerator
-from jspec.engine.input.input_processor import check_characters
 from jspec.engine.request.request import Chunk, Request
 from jspec.engine.request.sampling_params import GRAMMARS
+from jspec.engine.request.too_long import check_characters
 from jspec.engine.text.tokenizer import Tokenizer
 from jspec.server.ask.fields import CHAT, Ask
 from jspec.server.ask.messages import render_messages
