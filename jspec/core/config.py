@@ -52,7 +52,8 @@ class EngineConfig:
             ``slots`` such requests (with ``prefix_cache``, four times as many).
         memory_fraction: share of the device's memory that weights, pools, programs and the process's other arrays may
             use together.
-        kv_dtype, draft_kv_dtype: dtypes of the target's and the drafter's pools; None: the weights' dtype.
+        kv_dtype, draft_kv_dtype: dtypes of the target's and the drafter's pools, such as "float8_e4m3fn" or "fp8"; None
+            or "auto": the weights' dtype.
         prefix_cache: share pages between requests that begin with the same tokens, even after a request has ended;
             changes no output.
 

@@ -260,8 +260,8 @@ def test_target_is_loaded_without_the_layer_whatever_its_config_counts(
     assert note.levelname == ("INFO" if count else "WARNING")
     data = recording(folder / "expect.npz")
     np.testing.assert_allclose(last_logits(model, data["prompt0"].tolist()), data["logits0"][-1], atol=TOLERANCE)
-    own, other = (MTP.from_pretrained(place, dtype="float32").head for place in (tmp_path, folder))
-    np.testing.assert_array_equal(own.fc, other.fc)
+    read, counted = (MTP.from_pretrained(path, dtype="float32").head for path in (tmp_path, folder))
+    np.testing.assert_array_equal(read.fc, counted.fc)
 
 
 def test_layer_alone_is_refused_as_a_target(tmp_path: Path) -> None:

@@ -160,6 +160,8 @@ def test_server_has_the_sampling_of_the_targets_generation_config(
     monkeypatch.setattr("jspec.server.run.serve", lambda engine, settings, *_: served.append(settings))
     command_line.run(["serve", "--port", "0", "--target", str(tmp_path), "--tokenizer", "bytes", *words])
     assert served[0].sampling == sampling
+    with pytest.raises(ValueError, match=r"SamplingParams\.top_k: expected an int"):
+        Settings(sampling={"top_k": 0.5})
 
 
 @pytest.mark.parametrize(

@@ -122,8 +122,8 @@ class Engine(TextGenerator):
         Args:
             path: a Hugging Face folder, a folder written by ``python -m convert``, a hub id, or a loaded model.
             drafter: as for `Engine`.
-            dtype: dtype of the weights, also of a drafter that is given by its path; None: float32 on CPU, bfloat16
-                elsewhere.
+            dtype: dtype of the weights, also of a drafter that is given by its path; None or "auto": float32 on CPU,
+                bfloat16 elsewhere.
             tokenizer: as for `Engine`; None: the folder's tokenizer, if it has one.
             eos_ids: as for `Engine`; None: those of generation_config.json, config.json and the tokenizer.
         """

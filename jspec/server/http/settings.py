@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from jspec.engine.request.sampling_params import SamplingParams
+
 KEY_VARIABLE = "JSPEC_API_KEY"
 MEGABYTE = 2**20
 YEAR = 365 * 24 * 3600
@@ -53,7 +55,7 @@ class Settings:
         warm: what to compile before the first request: "logprobs", "grammar", "rounds".
 
     Raises:
-        ValueError: a number is impossible; the message names the option.
+        ValueError: a value is impossible; the message names the option.
     """
 
     names: tuple[str, ...] = ("jspec",)
@@ -83,6 +85,7 @@ class Settings:
             value = getattr(self, name)
             if value is not None and not least <= value <= most:
                 raise ValueError(f"{name}: expected {least} to {most}, got {value}")
+        SamplingParams(**self.sampling)  # raises for a wrong value
 
     @property
     def is_loopback(self) -> bool:
