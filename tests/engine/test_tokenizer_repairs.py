@@ -40,7 +40,6 @@ def test_tokenizer_import_without_torch_in_a_notebook_without_widgets_prints_not
 def test_eos_ids_are_those_of_both_files_and_of_the_tokenizer(
     tmp_path: Path, generation: Any, config: Any, ids: tuple[int, ...], has_folder: bool
 ) -> None:
-    """As in SGLang; vLLM leaves out config.json beside generation_config.json."""
     folder = tokenizer_folders.write(tmp_path / "byte_level", "byte_level")  # its <|endoftext|> is token 0
     for name, value in (("generation_config.json", generation), ("config.json", config)):
         if value is not None:
