@@ -16,8 +16,7 @@ from convert.plan import Plan
 from jspec import Engine, Model
 from jspec.engine.text import tokenizer_files as module
 from jspec.engine.text.tokenizer import ByteTokenizer, HFTokenizer, check_size, load_tokenizer
-from jspec.engine.text.tokenizer_files import eos_ids
-from tests.support import folders
+from tests.support import folders, tiny
 from tests.support.folders import TARGET
 
 pytestmark = pytest.mark.once
@@ -233,95 +232,7 @@ def test_engine_option_that_the_target_lacks_raises_before_weights_are_read(
 
 def test_engine_config_default_length_is_that_of_a_short_target() -> None:
     from jspec.engine.run.build import engine_config
-    from tests.support import tiny
 
     assert engine_config({}, tiny.config(40)).max_len == 2048
     assert engine_config({}, tiny.config(40).resized(max_position=512)).max_len == 512
     assert engine_config({"max_len": 512}, tiny.config(40).resized(max_position=512)).max_len == 512
-
-
-@pytest.mark.parametrize("has_folder", [True, False])
-@pytest.mark.parametrize(
-    ("generation", "config", "ids"),
-    [(None, None, (0,)), ([7, 9], None, (7, 9, 0)), (None, 2, (2, 0)), (5, [2, 5], (5, 2, 0)), (0, 0, (0,))],
-)
-def test_eos_ids_are_those_of_both_files_and_of_the_tokenizer(
-    byte_level: Path, generation: Any, config: Any, ids: tuple[int, ...], has_folder: bool
-) -> None:
-    """As in SGLang; vLLM leaves out config.json beside generation_config.json."""
-    for name, value in (("generation_config.json", generation), ("config.json", config)):
-        if value is not None:
-            (byte_level / name).write_text(json.dumps({"model_type": "llama", "eos_token_id": value}))
-    tokenizer = load_tokenizer(byte_level)
-    assert eos_ids(byte_level if has_folder else None, tokenizer, 40) == (ids if has_folder else (0,))
-    assert eos_ids(None, ByteTokenizer(), 40) == eos_ids(None, None, 40) == eos_ids(None, tokenizer, 0) == ()
-
-
-def test_eos_id_of_a_file_beyond_the_vocabulary_raises_naming_the_file(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"eos_token_id": 7}')
-    with pytest.raises(
-        CheckpointError, match=r"config\.json: eos_token_id: expected ids in \[0, 7\), got 7; pass eos_"
-    ):
-        eos_ids(tmp_path, None, 7)
-
-
-LLAMA3 = (  # the regular expression of Llama 3, with which Mistral's older files were published
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
-    r"|\s+(?!\S)|\s+"
-)
-
-
-@pytest.fixture(scope="module")
-def camel_case(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A byte-level tokenizer of more than 100,000 tokens, of which one joins two words that Mistral's regex parts."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    merges = [(word[:end], word[end]) for word in ("Ġlove", "ĠJava", "Script") for end in range(1, len(word))]
-    merges.append(("ĠJava", "Script"))
-    tokens = [*letters, *map("".join, merges), *(f"filler{number}" for number in range(100_000))]
-    made = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
-    words = pre_tokenizers.Split(Regex(LLAMA3), "isolated")
-    made.pre_tokenizer = pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(False, use_regex=False)])
-    made.decoder = decoders.ByteLevel()
-    made.add_special_tokens(["<s>", "</s>", "[INST]"])
-    folder = tmp_path_factory.mktemp("mistral") / "folder"
-    return save(made, folder, tokenizer_class="PreTrainedTokenizerFast", eos_token="</s>")
-
-
-@pytest.mark.parametrize(
-    ("config", "is_repaired"),
-    [
-        ({"model_type": "mistral", "transformers_version": "4.48.0"}, True),
-        ({"model_type": "mistral3"}, True),
-        ({"model_type": "ministral", "transformers_version": "5.0.0.dev0"}, True),
-        ({"model_type": "mistral", "transformers_version": "5.1.0"}, False),
-        ({"model_type": "llama", "transformers_version": "4.48.0"}, False),
-        ({"transformers_version": "4.48.0"}, False),
-        (None, False),
-    ],
-)
-def test_older_mistral_tokenizer_is_repaired_as_transformers_option_does(
-    camel_case: Path, config: dict[str, str] | None, is_repaired: bool
-) -> None:
-    from transformers import AutoTokenizer
-
-    file = camel_case / "config.json"
-    file.unlink(missing_ok=True)
-    if config is not None:
-        file.write_text(json.dumps(config))
-    tokenizer, text = load_tokenizer(camel_case), "I love JavaScript"
-    assert isinstance(tokenizer, HFTokenizer) and bool(tokenizer.repairs) == is_repaired
-    assert len(tokenizer.encode(text)) == (4 if is_repaired else 3)
-    if config is not None and "model_type" in config:
-        theirs = AutoTokenizer.from_pretrained(camel_case, local_files_only=True, fix_mistral_regex=True)
-        assert tokenizer.encode(text) == theirs.encode(text)
-
-
-def test_other_vocabulary_of_a_mistral_model_keeps_its_regular_expression(camel_case: Path, tmp_path: Path) -> None:
-    text = (camel_case / "tokenizer.json").read_text()
-    (tmp_path / "tokenizer.json").write_text(text.replace('"[INST]"', '"<|end|>"'))
-    (tmp_path / "config.json").write_text('{"model_type": "mistral"}')
-    describe(tmp_path, tokenizer_class="PreTrainedTokenizerFast", eos_token="</s>")
-    tokenizer = load_tokenizer(tmp_path)
-    assert isinstance(tokenizer, HFTokenizer) and tokenizer.repairs == ()

@@ -175,3 +175,12 @@ def test_chat_command_without_a_chat_template_names_what_to_do_and_exits_2(
     assert main(["chat", "--target", "demo"]) == 2
     error = capsys.readouterr().err
     assert "no chat template" in error and "jspec generate" in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(("tokens", "is_cut"), [(9, False), (9999, True)])
+def test_speed_meter_says_whether_the_engines_length_ended_the_text(tokens: int, is_cut: bool) -> None:
+    engine = lettered.paper_chain()
+    meter = generate.SpeedMeter(engine)
+    for _ in meter.watch(engine.stream("ab", max_tokens=tokens, temperature=0.0, ignore_eos=True)):
+        pass
+    assert meter.line().endswith(f", ended by max_len={engine.config.max_len}") == is_cut

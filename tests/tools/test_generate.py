@@ -6,8 +6,6 @@ import argparse
 import io
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -135,15 +133,6 @@ def test_generate_command_takes_the_sampling_of_the_targets_generation_config(
     options = words.replace("FOLDER", str(tmp_path)).split()
     assert main(["generate", "--target", target, "--max-tokens", "6", *options, "ab"]) == 0
     assert asked == [("ab", SamplingParams(max_tokens=6, **fields))]
-
-
-@pytest.mark.parametrize(("tokens", "is_cut"), [(9, False), (9999, True)])
-def test_speed_meter_says_whether_the_engines_length_ended_the_text(tokens: int, is_cut: bool) -> None:
-    engine = lettered.paper_chain()
-    meter = generate.SpeedMeter(engine)
-    for _ in meter.watch(engine.stream("ab", max_tokens=tokens, temperature=0.0, ignore_eos=True)):
-        pass
-    assert meter.line().endswith(f", ended by max_len={engine.config.max_len}") == is_cut
 
 
 def test_generate_command_stop_option_ends_the_text_before_the_stop_string(
@@ -283,20 +272,6 @@ def test_stream_chunks_have_the_text_of_each_token() -> None:
     assert [len(chunk.pieces or []) for chunk in chunks] == [len(chunk.token_ids) for chunk in chunks]
     assert all((chunk.text or "").startswith("".join(chunk.pieces or [])) for chunk in chunks)
     assert "".join(chunk.text or "" for chunk in chunks)
-
-
-def test_tokenizer_import_without_torch_in_a_notebook_without_widgets_prints_nothing() -> None:
-    """Negative control, in the second line: importing transformers alone prints that both are missing."""
-    hidden = (
-        "import sys, types; sys.modules['torch'] = sys.modules['ipywidgets'] = None; "
-        "sys.modules['ipykernel.zmqshell'] = sys.modules['IPython'] = types.SimpleNamespace(get_ipython=object); "
-    )
-    for code, messages in (
-        ("from jspec.engine.text import tokenizer_files; tokenizer_files.auto_tokenizer()", ()),
-        ("from transformers import AutoTokenizer", ("PyTorch was not found", "IProgress not found")),
-    ):
-        error = subprocess.run([sys.executable, "-c", hidden + code], capture_output=True, text=True, check=True).stderr
-        assert all(message in error for message in messages) and bool(messages) == bool(error), error
 
 
 def test_speed_meter_does_not_count_the_compilation_of_the_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
