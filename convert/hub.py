@@ -101,6 +101,6 @@ def eos_ids(folder: str | Path) -> dict[str, tuple[int, ...]]:
 def _ids_of(fields: Fields) -> tuple[int, ...]:
     ids = fields.get("eos_token_id")
     ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
-    if not all(is_int(token) and 0 <= token <= MAX_SIZE for token in ids):
-        raise fields.error("eos_token_id", "a token id from 0 or a list of them (pass eos_ids= to replace it)")
+    if not all(is_int(token) and abs(token) <= MAX_SIZE for token in ids):
+        raise fields.error("eos_token_id", "a token id or a list of them (pass eos_ids= to replace it)")
     return tuple(ids)

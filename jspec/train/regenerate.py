@@ -72,7 +72,13 @@ def regenerate(
                 file.write(json.dumps({"line": number, **value}) + "\n")
             file.flush()
             bar.update(len(chunk))
-    if skipped := lines - answers:
+    _tell(lines, lines - answers, cut)
+    return out
+
+
+def _tell(lines: int, skipped: int, cut: int) -> None:
+    """Warn of lines that were left out, and of conversations that ended early."""
+    if skipped:
         logger.warning(
             "%d of %d lines were left out: their prompts have fewer than %d tokens, or leave no room for an answer "
             "within length", skipped, lines, LEAST,
@@ -82,7 +88,6 @@ def regenerate(
             "%d of %d conversations end before their last answer: the chat template cannot take an answer back, or the "
             "next prompt leaves no room within length", cut, lines,
         )  # fmt: skip
-    return out
 
 
 def _check(data: Path, tokenizer: Tokenizer) -> int:

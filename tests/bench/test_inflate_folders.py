@@ -154,11 +154,11 @@ def test_inflated_folders_hold_compressed_weights_equal_to_those_in_memory(writt
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (LARGER_TINY[2:], "expected --shape or every size, got none for intermediate_size, num_layers"),
+        (LARGER_TINY[2:], "expected --shape or every size, got none for --intermediate-size, --num-layers"),
         (
             ("--shape", "tiny"),
-            "hidden_size: expected more than the small model's 64, got 64: a larger vocabulary needs one more channel; "
-            "take a larger shape or --hidden, or --vocab 256",
+            "--hidden-size: expected more than the small model's 64, got 64: a larger vocabulary needs one more "
+            "channel; take a larger shape or --hidden, or --vocab 256",
         ),
         ((*LARGER_TINY, "--head", "demo"), "expected HEAD and a HEAD_OUT apart from OUT, got demo and None"),
         ((*LARGER_TINY, "--feature-layers", "3,2,5"), "layers: expected room"),

@@ -58,6 +58,16 @@ def test_engine_of_a_loaded_model_ends_requests_at_the_tokenizers_eos(
         assert engine.eos_ids == ids
 
 
+@pytest.mark.parametrize("wrong", [-1, 40])
+def test_eos_id_beyond_the_vocabulary_is_left_out_with_a_warning_if_another_file_has_one(
+    tmp_path: Path, wrong: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": wrong}))
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 2}')
+    assert eos_ids(tmp_path, None, 40) == (2,)
+    assert f"config.json: eos_token_id: expected ids in [0, 40), got {wrong}; it is left out" in caplog.text
+
+
 def test_eos_id_of_a_file_beyond_the_vocabulary_raises_naming_the_file(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"eos_token_id": 7}')
     with pytest.raises(

@@ -17,12 +17,12 @@ from jspec.models.parts.layers import head_product
 from jspec.models.weights.quantize import widened_bytes
 from pallas_kernels import gated_matmul, split_matmul
 from pallas_kernels.layers.dense.grouped_matmul import grouped_matmul
-from pallas_kernels.layers.formats import columns_of
+from pallas_kernels.layers.formats import columns_of, quantize
 from pallas_kernels.layers.int4 import int4
 from pallas_kernels.layers.partial_sums import reduce_partials
 from pallas_kernels.layers.products import matmul
 from pallas_kernels.layers.quantize_rows import quantize_activation
-from pallas_kernels.layers.weights import Quantized
+from pallas_kernels.layers.weights import Kind, Quantized
 from tests.reference import int4 as reference
 from tests.support import cover
 from tests.support.arrays import on_device
@@ -257,6 +257,18 @@ def test_product_of_many_rows_with_a_packed_weight_compiled_for_a100_widens_at_m
     weight = Quantized(shape, jax.ShapeDtypeStruct((out, inner // 128), F32), "int4")  # type: ignore[arg-type]
     assert widened_bytes({"weight": weight}, rows) == copy
     assert widened_bytes({"weight": weight}, 64) == 0
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_product_of_very_many_float16_rows_with_bytes_is_finite_where_unscaled_sums_exceed_float16(kind: Kind) -> None:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(800, 512)).astype(np.float16)
+    x[:, 3] = 1000
+    weight = quantize(jnp.asarray(rng.normal(size=(32, 512)) / 50, F32), kind)
+    got = grouped_matmul(jnp.asarray(x), weight, jnp.dtype("float16"), implementation="pallas")[0]
+    wanted = x.astype(np.float64) @ np.asarray(weight.values, np.float64).T * np.asarray(weight.scale, np.float64)
+    assert np.abs(wanted / np.asarray(weight.scale, np.float64)).max() > 65504
+    np.testing.assert_allclose(np.asarray(got, np.float64), wanted, rtol=2**-9, atol=2**-9 * np.abs(wanted).max())
 
 
 @pytest.mark.parametrize("name", ["down", "head"])

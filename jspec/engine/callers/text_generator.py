@@ -196,8 +196,8 @@ class TextGenerator(Clients):
         """Format conversations with the chat template and complete them.
 
         Args:
-            messages: one conversation, a list of messages ``{"role": ..., "content": ...}``; or a list of
-                conversations.
+            messages: one conversation, a list of messages ``{"role": ..., "content": ...}`` as
+                `jspec.engine.input.chat_input.read_messages` takes them; or a list of conversations.
             params, sampling_params, trace, progress: arguments of `generate`.
             fields: options of the chat template (`jspec.engine.input.chat_input.TemplateFields`): ``tools``,
                 ``documents``, ``chat_template``, ``add_generation_prompt``, ``continue_final_message``,
@@ -207,7 +207,8 @@ class TextGenerator(Clients):
             One completion per conversation, in their order.
 
         Raises:
-            TypeError, ValueError: a message or an option is wrong, or there is no tokenizer or no chat template.
+            TypeError, ValueError: a message or an option is wrong, the chat template leaves a message out, or there is
+                no tokenizer or no chat template.
         """
         prompts, rest = self._format(messages, fields)
         return self.generate(prompts, params, sampling_params=sampling_params, trace=trace, progress=progress, **rest)

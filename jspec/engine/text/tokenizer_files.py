@@ -13,6 +13,8 @@ from typing import Any
 from convert import hub
 from convert.fields import CheckpointError, cut, read_json
 
+logger = logging.getLogger(__name__)
+
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 MISTRAL = ("mistral", "mistral3", "voxtral", "ministral", "pixtral")  # model types that `_repair` looks at
 MAX_BYTES = 256 * 2**20  # of a tokenizer file; the largest in use have 35 MB
@@ -24,18 +26,18 @@ REMEDY = (
 
 def auto_tokenizer() -> Any:
     """Import transformers' AutoTokenizer, without warnings about what tokenizers do not need: torch, ipywidgets."""
-    logger, message = logging.getLogger("transformers"), "PyTorch was not found"
+    theirs, message = logging.getLogger("transformers"), "PyTorch was not found"
 
     def is_shown(record: logging.LogRecord) -> bool:
         return message not in record.getMessage()
 
-    logger.addFilter(is_shown)
+    theirs.addFilter(is_shown)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "IProgress not found")
             from transformers import AutoTokenizer
     finally:
-        logger.removeFilter(is_shown)
+        theirs.removeFilter(is_shown)
     return AutoTokenizer
 
 
@@ -112,20 +114,22 @@ def eos_sources(folder: Path | None, token: int | None) -> dict[str, tuple[int, 
 def eos_ids(folder: Path | None, tokenizer: Any, vocab_size: int) -> tuple[int, ...]:
     """Return the tokens that end a request: all of `eos_sources`, as files may name another one each.
 
-    An EOS token of the tokenizer that the vocabulary lacks is left out, because the model cannot emit it.
+    An id that the vocabulary lacks is left out, because the model cannot emit it; a warning tells of one in a file.
 
     Args:
         folder: folder of the model; None: it was not loaded from one.
         vocab_size: number of tokens of the model's vocabulary.
 
     Raises:
-        CheckpointError: a file gives something other than ids of the vocabulary.
+        CheckpointError: a file gives something other than ids, or only ids that the vocabulary lacks, and no other
+            source has one.
     """
     sources = eos_sources(folder, getattr(tokenizer, "eos_id", None))
+    known = tuple(dict.fromkeys(token for ids in sources.values() for token in ids if 0 <= token < vocab_size))
     for name, ids in sources.items():
-        if name != "tokenizer" and (wrong := [token for token in ids if token >= vocab_size]):
-            raise CheckpointError(
-                f"{folder}/{name}",
-                f"eos_token_id: expected ids in [0, {vocab_size}), got {wrong[0]}; pass eos_ids= to replace it",
-            )
-    return tuple(dict.fromkeys(token for ids in sources.values() for token in ids if token < vocab_size))
+        if name != "tokenizer" and (wrong := [token for token in ids if token not in known]):
+            fault = f"eos_token_id: expected ids in [0, {vocab_size}), got {wrong[0]}"
+            if not known:
+                raise CheckpointError(f"{folder}/{name}", f"{fault}; pass eos_ids= to replace it")
+            logger.warning("%s/%s: %s; it is left out", folder, name, fault)
+    return known

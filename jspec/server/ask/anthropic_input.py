@@ -13,13 +13,13 @@ from jspec.server.reading import reasoning
 
 SWITCH = "enable_thinking"  # the variable by which chat templates turn reasoning on or off
 TEXT = {"text": "text"}
+TOOL_KEYS = ("name", "description", "input_schema", "strict")
+CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 NAMES = {  # the field of a request for each field of chat completions, or part of one, whose name differs
     "tools[].function": "tools[]",
     "tools[].function.parameters": "tools[].input_schema",
     "tool_choice.function": "tool_choice",
 }
-TOOL_KEYS = ("name", "description", "input_schema", "strict")
-CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 def read_messages(name: str, value: Any, system: Any) -> Translation:

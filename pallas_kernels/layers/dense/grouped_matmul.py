@@ -67,12 +67,14 @@ def _by_widening(x, weight, *, parts, dtype):
     """
     out, inner = weight.shape
     rows, is_scaled_by_row = widened_rows(out, inner), weight.scale.shape[1] == 1 and not weight.is_packed
+    # The sums of unscaled float8 or int8 values may exceed float16's largest number, 65504.
+    sums_dtype = jnp.dtype("float32") if is_scaled_by_row and dtype == jnp.float16 else dtype
     products: list[Array] = []
     for first in range(0, out, rows):
         x, weight, products = jax.lax.optimization_barrier((x, weight, products))
         piece = weight.rows(slice(first, first + rows))
         copy = (piece.values if is_scaled_by_row else widened(piece)).astype(x.dtype)
-        products.append(_product(x, jax.lax.optimization_barrier(copy), parts, dtype))
+        products.append(_product(x, jax.lax.optimization_barrier(copy), parts, sums_dtype))
     product = jnp.concatenate(products, axis=2)
     return (product * weight.scale[:, 0]).astype(dtype) if is_scaled_by_row else product
 
