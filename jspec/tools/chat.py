@@ -6,12 +6,14 @@ import argparse
 import importlib.util
 import sys
 from contextlib import closing
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
-from jspec.engine.callers.api import Engine
-from jspec.engine.request.sampling_params import SamplingParams
 from jspec.tools import generate, interrupt
 from jspec.tools.colour import has_colours, painted
+from jspec.tools.progress import settled
+
+if TYPE_CHECKING:  # the command line parses its options before it imports jax
+    from jspec import Engine, SamplingParams
 
 HELP = "/reset: forget the conversation; /exit or Ctrl-D: leave; Ctrl-C: stop the answer"
 
@@ -102,7 +104,7 @@ class ChatSession:
             return
         with closing(chunks):
             try:
-                for chunk in meter.watch(chunks):
+                for chunk in settled(meter.watch(chunks)):
                     text += chunk.text or ""
                     print(painted(chunk) if self._has_colours else chunk.text, end="", flush=True, file=self._out)
             except KeyboardInterrupt:

@@ -8,41 +8,32 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jax
-
+import jspec
 from convert import hub
-from jspec import distributed
 from jspec.core.config import ACCEPT_RULES, KV_DTYPES, QUANTIZE
-from jspec.core.tree import DEFAULT_TREE, TREE_FORMS, Tree
-from jspec.draft.base import Drafter
-from jspec.draft.dflash import DFlash
-from jspec.draft.draft_model import DraftModel
-from jspec.draft.dspark import DSpark
-from jspec.draft.eagle import Eagle, Eagle3
-from jspec.draft.medusa import Medusa
-from jspec.draft.mtp import MTP
-from jspec.draft.ngram import NGram
-from jspec.draft.peagle import PEagle
-from jspec.draft.suffix import Suffix
-from jspec.engine.callers.api import Engine
-from jspec.engine.request.request import Chunk
-from jspec.engine.request.sampling_params import SamplingParams
+from jspec.core.tree import DEFAULT_TREE, TREE_FORMS
 from jspec.engine.text.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer
 from jspec.tools import demo
+from jspec.tools.progress import settled
 
-PRETRAINED: dict[str, Callable[..., Drafter]] = {
-    "eagle3": Eagle3.from_pretrained,
-    "peagle": PEagle.from_pretrained,
-    "eagle": Eagle.from_pretrained,
-    "medusa": Medusa.from_pretrained,
-    "dflash": DFlash.from_pretrained,
-    "dspark": DSpark.from_pretrained,
-    "mtp": MTP.from_pretrained,
-    "draft_model": DraftModel.from_pretrained,
+if TYPE_CHECKING:  # the command line parses its options before it imports jax
+    import jax
+
+    from jspec import Chunk, Drafter, Engine, SamplingParams
+
+PRETRAINED = {  # the drafter of each option that names a folder
+    "eagle3": "Eagle3",
+    "peagle": "PEagle",
+    "eagle": "Eagle",
+    "medusa": "Medusa",
+    "dflash": "DFlash",
+    "dspark": "DSpark",
+    "mtp": "MTP",
+    "draft_model": "DraftModel",
 }
 HEADS = ("eagle3", "peagle", "eagle", "dflash", "dspark", "mtp")  # drafters that may use the target's output head
 QUANTIZABLE = (*HEADS, "draft_model")
@@ -147,7 +138,7 @@ def sampling(arguments: argparse.Namespace, **more: object) -> SamplingParams:
         ValueError: an option has an impossible value.
     """
     names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
-    return SamplingParams(**{name: getattr(arguments, name) for name in names}, **more)  # type: ignore[arg-type]
+    return jspec.SamplingParams(**{name: getattr(arguments, name) for name in names}, **more)  # type: ignore[arg-type]
 
 
 def join(arguments: argparse.Namespace) -> None:
@@ -170,12 +161,12 @@ def join(arguments: argparse.Namespace) -> None:
         missing = ", ".join(f"--{name.replace('_', '-')}" for name in names if name not in options)
         raise ValueError(f"{missing}: expected beside the other options of several processes, got none; add it")
     if options:
-        distributed.initialize(**options)
+        jspec.distributed.initialize(**options)
 
 
 def follows(engine: Engine) -> bool:
     """Follow process 0 until its engine is closed, and return True; False: this is process 0, or alone."""
-    if distributed.process_id() == 0:
+    if jspec.distributed.process_id() == 0:
         return False
     engine.follow()
     return True
@@ -219,7 +210,7 @@ def make_engine(arguments: argparse.Namespace, tokenizer: Tokenizer, **options: 
         *("dtype", "accept", "quantize", "kv_dtype", "draft_kv_dtype", "draft_window", "tensor_parallel"),
         "compile_cache",
     )
-    return Engine.from_pretrained(
+    return jspec.Engine.from_pretrained(
         arguments.target,
         drafter=make_drafter(arguments),
         tokenizer=tokenizer,
@@ -232,12 +223,12 @@ def make_engine(arguments: argparse.Namespace, tokenizer: Tokenizer, **options: 
 def make_drafter(arguments: argparse.Namespace) -> Drafter | None:
     """Load the drafter that a parsed command line names; return None if it names none."""
     options = draft_options(arguments)
-    for name, load in PRETRAINED.items():
-        if path := getattr(arguments, name):
-            return load(path, dtype=arguments.dtype, **options)
+    for option, name in PRETRAINED.items():
+        if path := getattr(arguments, option):
+            return getattr(jspec, name).from_pretrained(path, dtype=arguments.dtype, **options)
     if arguments.ngram:
-        return NGram(**options)
-    return Suffix(**options) if arguments.suffix else None
+        return jspec.NGram(**options)
+    return jspec.Suffix(**options) if arguments.suffix else None
 
 
 def draft_options(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -246,7 +237,7 @@ def draft_options(arguments: argparse.Namespace) -> dict[str, Any]:
     Raises:
         ValueError: the tree is malformed, or an option needs a drafter that is not given.
     """
-    options: dict[str, Any] = {} if arguments.tree is None else {"tree": Tree.parse(arguments.tree)}
+    options: dict[str, Any] = {} if arguments.tree is None else {"tree": jspec.Tree.parse(arguments.tree)}
     for option, name, drafters in (("draft_quantize", "quantize", QUANTIZABLE), ("draft_vocab", "draft_vocab", HEADS)):
         if (value := getattr(arguments, option)) is None:
             continue
@@ -271,6 +262,8 @@ def _draft_device(arguments: argparse.Namespace) -> jax.Device:
     Raises:
         ValueError: there is no draft model or no such device.
     """
+    import jax
+
     devices, index = jax.devices(), arguments.draft_device
     if not arguments.draft_model:
         raise ValueError("--draft-device: expected --draft-model, whose device it is, got none; leave it out")
@@ -338,7 +331,7 @@ def run(arguments: argparse.Namespace) -> int:
         if follows(engine):
             return 0
         meter, texts = SpeedMeter(engine), [""] * params.n
-        for chunk in meter.watch(engine.stream(prompt, params)):
+        for chunk in settled(meter.watch(engine.stream(prompt, params))):
             texts[chunk.index] += chunk.text or ""
             if params.n == 1:
                 print(chunk.text, end="", flush=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import difflib
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 HEAD, TARGET = "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", "meta-llama/Llama-3.1-8B-Instruct"
@@ -54,12 +56,36 @@ class Help(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that prints an error as one line, without the usage, and two examples in its help."""
+    """An argument parser that prints an error as one line, without the usage, and two examples in its help.
 
-    def __init__(self, **settings: Any) -> None:
+    Args:
+        declare: function that declares the options on this parser when they are first needed; None: it has them.
+        settings: arguments of `argparse.ArgumentParser`.
+    """
+
+    def __init__(self, *, declare: Callable[[Parser], object] | None = None, **settings: Any) -> None:
         super().__init__(**{"formatter_class": Help, **settings})
+        self._declare = declare
+
+    def declare(self) -> None:
+        """Declare the options, unless they are declared."""
+        if self._declare is not None:
+            declare, self._declare = self._declare, None
+            declare(self)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse arguments; an unknown one is an error of this parser, not of the one that has it as a subcommand."""
+        self.declare()
+        namespace, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            options = [flag for action in self._actions for flag in action.option_strings]
+            guesses = difflib.get_close_matches(unknown[0].partition("=")[0], options, n=1)
+            guess = "".join(f"; did you mean {flag}?" for flag in guesses)
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{guess}")
+        return namespace, unknown
 
     def format_help(self) -> str:
+        self.declare()
         examples = "".join(f"  jspec {line}\n" for line in EXAMPLES.get(self.prog, ()))
         return super().format_help() + (f"\nexamples:\n{examples}" if examples else "")
 

@@ -10,17 +10,16 @@ import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jspec import distributed
-from jspec.engine.callers.api import Engine
-from jspec.engine.callers.replicas import Replicas
+import jspec
 from jspec.engine.text.tokenizer import Tokenizer
 from jspec.server.http.settings import KEY_VARIABLE, Settings, digest_of, is_loopback, keys_of_environment
 from jspec.server.tool_calls.choose import check_name
-from jspec.step.on_mesh import meshes_of
 from jspec.tools import demo, generate
-from jspec.tools.parser import Parser
+
+if TYPE_CHECKING:  # the command line parses its options before it imports jax
+    from jspec import Engine, Replicas
 
 NEEDED = ("starlette", "uvicorn", "httptools", "uvloop")  # the extra "serve"
 WARM = ("logprobs", "grammar", "rounds")
@@ -84,8 +83,8 @@ def with_config(words: Sequence[str]) -> list[str]:
         ValueError: the file is no YAML mapping, or nests values.
         OSError: the file cannot be read.
     """
-    first = Parser(prog="jspec serve", add_help=False, allow_abbrev=False)
-    first.add_argument("--config")
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--config", nargs="?")
     path = first.parse_known_args(list(words))[0].config
     if path is None:
         return list(words)
@@ -135,7 +134,7 @@ def run(arguments: argparse.Namespace) -> int:
     settings = make_settings(arguments)
     check_replicas(arguments)
     with _log(arguments.log_level):
-        if distributed.process_id():
+        if jspec.distributed.process_id():
             with generate.make_engine(arguments, generate.prepare(arguments), **engine_options(arguments)) as engine:
                 engine.follow()
             return 0
@@ -157,6 +156,8 @@ def check_replicas(arguments: argparse.Namespace) -> None:
     """Raise ValueError if there are fewer devices than several replicas need."""
     if arguments.replicas == 1:
         return
+    from jspec.step.on_mesh import meshes_of
+
     replicas, size = arguments.replicas, arguments.tensor_parallel
     try:
         meshes_of(replicas * size, size)
@@ -170,7 +171,7 @@ def make_engine(arguments: argparse.Namespace, tokenizer: Tokenizer) -> Engine |
     if arguments.replicas == 1:
         return generate.make_engine(arguments, tokenizer, **options)
     make = partial(generate.make_engine, arguments, tokenizer, **options)
-    return Replicas(lambda mesh: make(mesh=mesh), arguments.replicas * size, tensor_parallel=size)
+    return jspec.Replicas(lambda mesh: make(mesh=mesh), arguments.replicas * size, tensor_parallel=size)
 
 
 def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
