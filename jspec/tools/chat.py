@@ -8,7 +8,7 @@ import sys
 from contextlib import closing
 from typing import TYPE_CHECKING, Any, TextIO
 
-from jspec.tools import generate, interrupt
+from jspec.tools import demo, generate, interrupt
 from jspec.tools.colour import has_colours, painted
 from jspec.tools.progress import settled
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # the command line parses its options before it imports jax
     from jspec import Engine, SamplingParams
 
 HELP = "/reset: forget the conversation; /exit or Ctrl-D: leave; Ctrl-C: stop the answer"
+DEMO = "The embedded model is for trying only: it goes on with Python code, such as\ndef main(argv):"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,17 +36,20 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         ValueError: an option has an impossible value, or the target's tokenizer has no chat template.
     """
-    params = generate.sampling(arguments)
+    params, is_demo = generate.sampling(arguments), arguments.target == demo.NAME
     tokenizer = generate.prepare(arguments)
     try:
         tokenizer.chat([{"role": "user", "content": "Hello"}])
     except ValueError as error:
-        raise ValueError(f"{error} (jspec generate), or name a model that was trained for chats") from error
+        remedy = "pass --chat-template FILE, or name a model that was trained for chats"
+        raise ValueError(f"{error} (jspec generate), {remedy}") from error
     engine = generate.make_engine(arguments, tokenizer)
     if sys.stdin.isatty() and importlib.util.find_spec("readline"):
         importlib.import_module("readline")  # with this import, `input` can edit lines and recall earlier ones
     with engine, interrupt.raised():
         if not generate.follows(engine):
+            if is_demo:
+                print(DEMO)
             ChatSession(engine, params, arguments.system).run()
     return 0
 
@@ -91,8 +95,8 @@ class ChatSession:
     def answer(self, message: str) -> None:
         """Print the answer to a message, then its speed, and add both to the conversation.
 
-        If Ctrl-C stops the answer, the printed beginning is added. A message that is too long for the engine is not
-        added.
+        If Ctrl-C stops the answer, the printed beginning is added. A message that is too long for the engine, or whose
+        answer has not begun, is not added.
         """
         assert self._engine.tokenizer is not None
         question = {"role": "user", "content": message}
@@ -102,12 +106,17 @@ class ChatSession:
         except ValueError as error:
             print(f"{error}; or forget the conversation with /reset", file=self._out)
             return
+        stopped = False
         with closing(chunks):
             try:
                 for chunk in settled(meter.watch(chunks)):
                     text += chunk.text or ""
                     print(painted(chunk) if self._has_colours else chunk.text, end="", flush=True, file=self._out)
             except KeyboardInterrupt:
+                stopped = True
                 print(" (stopped)", end="", file=self._out)
+        if stopped and not text:
+            print(file=self._out)
+            return
         self.messages += [question, {"role": "assistant", "content": text}]
         print(f"\n({meter.line()})", file=self._out)

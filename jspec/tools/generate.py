@@ -16,7 +16,7 @@ import jspec
 from convert import hub
 from jspec.core.config import ACCEPT_RULES, KV_DTYPES, QUANTIZE
 from jspec.core.tree import DEFAULT_TREE, TREE_FORMS
-from jspec.engine.text.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer
+from jspec.engine.text.tokenizer import TOKENIZER_FILES, HFTokenizer, Tokenizer, load_tokenizer
 from jspec.tools import demo
 from jspec.tools.progress import settled
 
@@ -109,6 +109,9 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, needs_target: bool =
     parser.add_argument("--max-len", type=int, help="largest number of tokens, prompt included; default: the engine's")
     parser.add_argument("--tokenizer", help='"bytes" for byte-level models, or a folder; default: the target folder\'s')
     parser.add_argument(
+        "--chat-template", metavar="FILE", help="jinja template of conversations; default: the tokenizer's"
+    )
+    parser.add_argument(
         "--compile-cache", metavar="DIR", help="where compiled programs are kept; default: the user's cache folder"
     )
 
@@ -181,6 +184,7 @@ def prepare(arguments: argparse.Namespace) -> Tokenizer:
 
     Raises:
         ValueError: options do not fit together, or the target has no tokenizer and --tokenizer is not given.
+        OSError: the file of --chat-template cannot be read.
     """
     draft_options(arguments)
     target = arguments.target
@@ -195,6 +199,10 @@ def prepare(arguments: argparse.Namespace) -> Tokenizer:
             f"({', '.join(TOKENIZER_FILES)}), got none; add --tokenizer FOLDER, or --tokenizer bytes if the model's "
             "tokens are bytes"
         )
+    if arguments.chat_template is not None:
+        if not isinstance(tokenizer, HFTokenizer):
+            raise ValueError("--chat-template: expected a tokenizer with special tokens, got bytes; leave it out")
+        tokenizer.chat_template = Path(arguments.chat_template).read_text(encoding="utf-8")
     return tokenizer
 
 
