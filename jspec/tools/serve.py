@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # the command line parses its options before it imports jax
 NEEDED = ("starlette", "uvicorn", "httptools", "uvloop")  # the extra "serve"
 WARM = ("logprobs", "grammar", "rounds")
 SLOTS = 8
+TREE = "topk:12,4,3"  # of the embedded head, so that the page has trees to show
 LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -142,14 +143,16 @@ def run(arguments: argparse.Namespace) -> int:
             address = f"{_host_of_url(settings.host)}:{listener.getsockname()[1]}"
             tokenizer = generate.prepare(arguments)
             with make_engine(arguments, tokenizer) as engine:
-                return serve(engine, settings, listener, lambda: print(greeting(address, settings), flush=True))
+                texts = compiling(address, settings), greeting(address, settings)
+                listens, ready = (partial(print, text, end="", flush=True) for text in texts)
+                return serve(engine, settings, listener, listens, ready)
 
 
 def _take_demo(arguments: argparse.Namespace) -> None:
     """Serve the embedded target, with its head unless another drafter is given."""
     arguments.target = demo.NAME
     if not any(getattr(arguments, name) for name in (*generate.PRETRAINED, "ngram", "suffix")):
-        arguments.eagle3 = demo.NAME
+        arguments.eagle3, arguments.tree = demo.NAME, arguments.tree or TREE
 
 
 def check_replicas(arguments: argparse.Namespace) -> None:
@@ -239,17 +242,25 @@ def read_keys(path: str | None) -> list[str]:
     return keys
 
 
+def compiling(address: str, settings: Settings) -> str:
+    """Return what is printed once the server listens, if it compiles programs before it serves."""
+    if not settings.warm:
+        return ""
+    return f"jspec compiles for {', '.join(settings.warm)}, and then serves {settings.names[0]} at http://{address}\n"
+
+
 def greeting(address: str, settings: Settings) -> str:
-    """Return what is printed once the server listens: its address, and a request from a shell and from Python."""
+    """Return what is printed once requests are served: the address, and a request from a shell and from Python."""
     url, name = f"http://{address}", settings.names[0]
     key = ' -H "Authorization: Bearer $KEY"' if settings.keys else ""
     python_key = "KEY" if settings.keys else '"none"'
+    page = f"  page: {url}/\n" if settings.live else ""
     return (
-        f"jspec serves {name} at {url} (Ctrl-C ends it)\n"
+        f"jspec serves {name} at {url} (Ctrl-C ends it)\n{page}"
         f"  curl {url}/v1/completions -H 'Content-Type: application/json'{key} -d "
         f'\'{{"prompt": "def main(", "max_tokens": 32}}\'\n'
         f'  openai.OpenAI(base_url="{url}/v1", api_key={python_key}).completions.create(model="{name}", '
-        'prompt="def main(")'
+        'prompt="def main(")\n'
     )
 
 

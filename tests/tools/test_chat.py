@@ -92,7 +92,7 @@ def test_chat_prints_speed_and_acceptance_after_each_answer(engine: Engine, monk
 
 
 def test_chat_ctrl_c_stops_the_answer_and_keeps_its_beginning(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, stream = completed(engine, "ab"), engine.stream
+    whole, stream = completed(engine, "ba", LONG), engine.stream
     stopped: list[bool] = []
 
     def interrupted(prompt: Any, params: SamplingParams) -> Iterator[Chunk]:
@@ -107,7 +107,7 @@ def test_chat_ctrl_c_stops_the_answer_and_keeps_its_beginning(engine: Engine, mo
     monkeypatch.setattr(engine, "stream", interrupted)
     out = io.StringIO()
     talk = chat.ChatSession(engine, GREEDY, None, out)
-    say(monkeypatch, KeyboardInterrupt, "ab", KeyboardInterrupt)
+    say(monkeypatch, KeyboardInterrupt, "ba", KeyboardInterrupt)
     talk.run()
     answer = talk.messages[-1]["content"]
     assert whole.startswith(answer) and len(answer) < len(whole)
