@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from jspec import distributed
+from jspec import Tree, distributed
 from jspec.server import run
 from jspec.server.http.settings import Settings
 from jspec.tools import command_line, serve
@@ -183,6 +183,24 @@ def test_missing_library_is_named_with_the_extra(
     monkeypatch.setattr(serve.importlib.util, "find_spec", find)
     assert command_line.run(["serve"]) == 2
     assert "expected uvloop, not installed; pip install -e '.[serve]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "drafted"),
+    [
+        ([], ("demo", serve.TREE)),
+        (["--tree", "chain:2"], ("demo", "chain:2")),
+        (["--ngram"], (None, None)),
+        (["--dflash", "demo"], (None, None)),
+    ],
+)
+def test_embedded_pair_drafts_a_tree_unless_another_one_is_given(
+    words: list[str], drafted: tuple[str | None, str | None]
+) -> None:
+    arguments = command_line.make_parser().parse_args(["serve", *words])
+    serve._take_demo(arguments)
+    assert (arguments.target, arguments.eagle3, arguments.tree) == ("demo", *drafted)
+    assert not Tree.parse(serve.TREE).is_chain
 
 
 def test_greeting_has_the_address_and_asks_for_the_key_if_there_is_one() -> None:
