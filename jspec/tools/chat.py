@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from jspec.tools import demo, generate, interrupt
 from jspec.tools.colour import has_colours, painted
+from jspec.tools.options import add_model_arguments, add_sampling_arguments
 from jspec.tools.progress import settled
+from jspec.tools.speed_meter import SpeedMeter
 
 if TYPE_CHECKING:  # the command line parses its options before it imports jax
     from jspec import Engine, SamplingParams
@@ -22,8 +24,8 @@ DEMO = "The embedded model is for trying only: it goes on with Python code, such
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `jspec chat` on a parser."""
     parser.add_argument("--system", metavar="TEXT", help="system message")
-    generate.add_model_arguments(parser)
-    generate.add_sampling_arguments(parser)
+    add_model_arguments(parser)
+    add_sampling_arguments(parser)
     parser.set_defaults(run=run, max_tokens=1024)
 
 
@@ -100,7 +102,7 @@ class ChatSession:
         """
         assert self._engine.tokenizer is not None
         question = {"role": "user", "content": message}
-        meter, text = generate.SpeedMeter(self._engine), ""
+        meter, text = SpeedMeter(self._engine, self._params.max_tokens), ""
         try:
             chunks: Any = self._engine.stream(self._engine.tokenizer.chat([*self.messages, question]), self._params)
         except ValueError as error:

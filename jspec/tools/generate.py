@@ -7,23 +7,21 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jspec
 from convert import hub
-from jspec.core.config import ACCEPT_RULES, KV_DTYPES, QUANTIZE
-from jspec.core.tree import DEFAULT_TREE, TREE_FORMS
 from jspec.engine.text.tokenizer import TOKENIZER_FILES, HFTokenizer, Tokenizer, load_tokenizer
 from jspec.tools import demo
+from jspec.tools.options import add_model_arguments, add_sampling_arguments
 from jspec.tools.progress import settled
+from jspec.tools.speed_meter import SpeedMeter
 
 if TYPE_CHECKING:  # the command line parses its options before it imports jax
     import jax
 
-    from jspec import Chunk, Drafter, Engine, SamplingParams
+    from jspec import Drafter, Engine, SamplingParams
 
 PRETRAINED = {  # the drafter of each option that names a folder
     "eagle3": "Eagle3",
@@ -57,76 +55,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run)
 
 
-def add_model_arguments(parser: argparse.ArgumentParser, *, needs_target: bool = True) -> None:
-    """Declare the options for target, drafter and engine on a parser.
-
-    Args:
-        needs_target: whether the target must be given; else it is the embedded one, with its head.
-    """
-    about = 'folder, hub id, or "demo": the embedded one' + ("" if needs_target else ", the default, with its head")
-    parser.add_argument("--target", required=needs_target, metavar="PATH", help=about)
-    drafters = parser.add_mutually_exclusive_group()
-    drafters.add_argument("--eagle3", metavar="PATH", help='draft with an EAGLE-3 head; "demo": the embedded one')
-    drafters.add_argument("--peagle", metavar="PATH", help="draft with a P-EAGLE head")
-    drafters.add_argument("--eagle", metavar="PATH", help="draft with an EAGLE-1 or EAGLE-2 head")
-    drafters.add_argument("--medusa", metavar="PATH", help="draft with Medusa heads")
-    drafters.add_argument("--dflash", metavar="PATH", help="draft with a DFlash head")
-    drafters.add_argument("--dspark", metavar="PATH", help="draft with a DSpark head")
-    drafters.add_argument("--mtp", metavar="PATH", help="draft with the target's own layer for this, of its folder")
-    drafters.add_argument("--draft-model", metavar="PATH", help="draft with a smaller model")
-    parser.add_argument(
-        "--draft-device",
-        type=int,
-        metavar="N",
-        help="device of the draft model, counted from 0; default: the target's devices",
-    )
-    drafters.add_argument("--ngram", action="store_true", help="draft what followed the newest tokens earlier")
-    drafters.add_argument("--suffix", action="store_true", help="draft what most often followed the newest tokens")
-    parser.add_argument(
-        "--tree", help=f"draft tree: {TREE_FORMS}; default: {DEFAULT_TREE}, or a shorter chain if the head ends there"
-    )
-    parser.add_argument(
-        "--accept", default=ACCEPT_RULES[0], metavar="RULE", help=f"accept rule: {', '.join(ACCEPT_RULES)}"
-    )
-    parser.add_argument("--dtype", help="dtype of the weights; default: float32 on CPU, bfloat16 elsewhere")
-    kinds, dtypes = ", ".join(QUANTIZE), ", ".join(KV_DTYPES)
-    parser.add_argument("--quantize", metavar="KIND", help=f"quantise the target's weights: {kinds}")
-    parser.add_argument("--draft-quantize", metavar="KIND", help="quantise a head, an MTP layer or a draft model")
-    parser.add_argument("--draft-vocab", metavar="N|FILE", help="tokens that a head with the target's head drafts")
-    parser.add_argument(
-        "--kv-dtype", metavar="DTYPE", help=f"dtype of the target's cache: {dtypes}; default: the weights'"
-    )
-    parser.add_argument("--draft-kv-dtype", metavar="DTYPE", help="dtype of the drafter's cache")
-    parser.add_argument("--draft-window", type=int, metavar="W", help="newest tokens that the drafter attends to")
-    parser.add_argument(
-        "--tensor-parallel", type=int, default=1, metavar="N", help="devices over which weights are divided"
-    )
-    parser.add_argument(
-        "--coordinator", metavar="HOST:PORT", help="address of process 0, if several processes run this command"
-    )
-    parser.add_argument("--num-processes", type=int, metavar="N", help="number of these processes")
-    parser.add_argument("--process-id", type=int, metavar="I", help="number of this process, from 0")
-    parser.add_argument("--max-len", type=int, help="largest number of tokens, prompt included; default: the engine's")
-    parser.add_argument("--tokenizer", help='"bytes" for byte-level models, or a folder; default: the target folder\'s')
-    parser.add_argument(
-        "--chat-template", metavar="FILE", help="jinja template of conversations; default: the tokenizer's"
-    )
-    parser.add_argument(
-        "--compile-cache", metavar="DIR", help="where compiled programs are kept; default: the user's cache folder"
-    )
-
-
-def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options for sampling on a parser."""
-    parser.add_argument("--max-tokens", type=int, default=128, help="largest number of tokens to emit")
-    parser.add_argument("--temperature", type=float, default=0.0, help="sampling temperature; 0 is greedy")
-    parser.add_argument("--top-k", type=int, default=0, help="keep the k most likely tokens; 0 keeps all")
-    parser.add_argument("--top-p", type=float, default=1.0, help="keep the likeliest tokens up to this probability")
-    parser.add_argument("--min-p", type=float, default=0.0, help="keep tokens this many times as likely as the first")
-    parser.add_argument("--repetition-penalty", type=float, default=1.0, help="factor for tokens seen before; 1 is off")
-    parser.add_argument("--seed", type=int, help="seed of the request; with it the output can be repeated")
-
-
 # -- from options to objects
 
 
@@ -134,7 +62,7 @@ def sampling(arguments: argparse.Namespace, **more: object) -> SamplingParams:
     """Return the sampling parameters of a parsed command line.
 
     Args:
-        arguments: parsed command line with the options of `add_sampling_arguments`.
+        arguments: parsed command line with the options of `jspec.tools.options`.
         more: further fields of `SamplingParams`.
 
     Raises:
@@ -179,7 +107,7 @@ def prepare(arguments: argparse.Namespace) -> Tokenizer:
     """Check the options of a parsed command line, find its models and load the tokenizer.
 
     Args:
-        arguments: parsed command line with the options of `add_model_arguments`. Each model's name is replaced by its
+        arguments: parsed command line with the options of `jspec.tools.options`. Each model's name is replaced by its
             folder: "demo" by an embedded folder, a hub id by the downloaded copy.
 
     Raises:
@@ -286,36 +214,6 @@ def _draft_device(arguments: argparse.Namespace) -> jax.Device:
 # -- the command
 
 
-class SpeedMeter:
-    """Measures the speed of an answer after its first round, so that loading and compiling do not count."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine, self._before = engine, engine.metrics
-        self._tokens = 0  # number of tokens that came
-        self._first: tuple[int, float] | None = None  # number of tokens and time in seconds after the first round
-
-    def watch(self, chunks: Iterable[Chunk]) -> Iterator[Chunk]:
-        """Yield the chunks of an answer, and record the time of the first one that a round produced."""
-        begun: set[int] = set()  # completions whose first token came
-        for chunk in chunks:
-            self._tokens += len(chunk.token_ids)
-            if self._first is None and chunk.index in begun:
-                self._first = self._tokens, time.perf_counter()
-            begun.add(chunk.index)
-            yield chunk
-
-    def line(self) -> str:
-        """Return a line with tokens, rounds, mean acceptance length and, after two rounds, the speed in tokens/s."""
-        now, before = self._engine.metrics, self._before
-        rounds = now.num_drafts - before.num_drafts
-        length = 1 + (now.num_accepted_tokens - before.num_accepted_tokens) / max(rounds, 1)
-        text = f"{now.num_tokens - before.num_tokens} tokens, {rounds} rounds, mean acceptance length {length:.2f}"
-        tokens, began = self._first or (self._tokens, 0.0)
-        if self._tokens == tokens:
-            return text
-        return f"{text}, {(self._tokens - tokens) / (time.perf_counter() - began):.1f} tokens/s"
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Run `jspec generate`: print the completion, then counters and tokens/s on the standard error.
 
@@ -338,7 +236,7 @@ def run(arguments: argparse.Namespace) -> int:
     with make_engine(arguments, tokenizer) as engine:
         if follows(engine):
             return 0
-        meter, texts = SpeedMeter(engine), [""] * params.n
+        meter, texts = SpeedMeter(engine, params.max_tokens), [""] * params.n
         for chunk in settled(meter.watch(engine.stream(prompt, params))):
             texts[chunk.index] += chunk.text or ""
             if params.n == 1:

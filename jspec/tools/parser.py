@@ -29,11 +29,14 @@ EXAMPLES = {  # two example command lines for the help of each command
         "convert path/to/target path/to/converted --dtype bfloat16",
         "convert path/to/target path/to/converted --quantize fp8 --overwrite",
     ),
-    "jspec bench": ("bench acceptance", "bench step --shape tiny --batch 1,4 --tree none chain:4"),
+    "jspec bench": (
+        "bench acceptance --accept coupled --tree chain:4 --samples 1",
+        "bench step --shape tiny --batch 1,4 --tree none chain:4",
+    ),
     "jspec bench step": ("bench step", "bench step --batch 1,8,32 --tree none chain:4 --json step.json"),
     "jspec bench kernels": ("bench kernels --kernel attention", "bench kernels --kernel gemm --rows 1,5,61"),
     "jspec bench acceptance": (
-        "bench acceptance",
+        "bench acceptance --accept coupled --tree chain:4 --samples 1",
         "bench acceptance --draft dflash --tree chain:7 topk:16,4,4 --accept coupled",
     ),
     "jspec bench throughput": ("bench throughput", "bench throughput --positions 0.8,0.6,0.5,0.4"),

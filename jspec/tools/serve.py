@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jspec
+from jspec.core.config import EngineConfig
 from jspec.engine.text.tokenizer import Tokenizer
 from jspec.server.http.settings import KEY_VARIABLE, Settings, digest_of, is_loopback, keys_of_environment
 from jspec.server.tool_calls.choose import check_name
 from jspec.tools import demo, generate
+from jspec.tools.options import add_model_arguments
 
 if TYPE_CHECKING:  # the command line parses its options before it imports jax
     from jspec import Engine, Replicas
@@ -30,49 +32,50 @@ LEVELS = ("debug", "info", "warning", "error")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `jspec serve` on a parser."""
-    generate.add_model_arguments(parser, needs_target=False)
-    _add_engine_arguments(parser)
-    _add_address_arguments(parser)
-    _add_limit_arguments(parser)
+    add_model_arguments(parser, needs_target=False)
+    _add_engine_arguments(parser.add_argument_group("engine"))
+    _add_address_arguments(parser.add_argument_group("address, access and log"))
+    _add_limit_arguments(parser.add_argument_group("requests and answers"))
     parser.set_defaults(run=run)
 
 
-def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--slots", type=int, default=SLOTS, help="requests that an engine runs at once")
+def _add_engine_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--slots", type=int, default=SLOTS, help="requests that an engine runs at once")
     about = "engines in this process, each on --tensor-parallel devices of its own"
-    parser.add_argument("--replicas", type=int, default=1, metavar="N", help=about)
-    parser.add_argument("--pages", type=int, help="pages of the KV cache; default: as many as fit")
-    parser.add_argument("--memory-fraction", type=float, help="share of the device's memory; default: the engine's")
-    parser.add_argument("--prefill-budget", type=int, metavar="N", help="prompt tokens between two rounds")
-    parser.add_argument("--adaptive", action="store_true", help="choose the draft depth from measured acceptance")
-    parser.add_argument("--warm", metavar="LIST", help=f"compile before the first request: {','.join(WARM)}")
-    parser.add_argument("--live", action="store_true", help="let the page show draft trees (jspec.rounds)")
+    group.add_argument("--replicas", type=int, default=1, metavar="N", help=about)
+    group.add_argument("--pages", type=int, help="pages of the KV cache; default: as many as fit")
+    about = f"share of the device's memory; default: {EngineConfig.memory_fraction}"
+    group.add_argument("--memory-fraction", type=float, help=about)
+    group.add_argument("--prefill-budget", type=int, metavar="N", help="prompt tokens between two rounds")
+    group.add_argument("--adaptive", action="store_true", help="choose the draft depth from measured acceptance")
+    group.add_argument("--warm", metavar="LIST", help=f"compile before the first request: {','.join(WARM)}")
+    group.add_argument("--live", action="store_true", help="let the page show draft trees (jspec.rounds)")
 
 
-def _add_address_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", metavar="FILE", help="YAML file with these options by name; flags override it")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen at")
-    parser.add_argument("--port", type=int, default=8000, help="port to listen at; 0: any free port")
-    parser.add_argument(
+def _add_address_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--config", metavar="FILE", help="YAML file with these options by name; flags override it")
+    group.add_argument("--host", default="127.0.0.1", help="address to listen at")
+    group.add_argument("--port", type=int, default=8000, help="port to listen at; 0: any free port")
+    group.add_argument(
         "--served-model-name", nargs="+", metavar="NAME", help="names of the model; default: what --target names"
     )
-    parser.add_argument("--api-key-file", metavar="FILE", help=f"file with a key a line; also {KEY_VARIABLE}")
-    parser.add_argument("--no-auth", action="store_true", help="serve everybody who reaches the address")
-    parser.add_argument("--allowed-host", nargs="+", metavar="NAME", help="further values of the header Host")
-    parser.add_argument("--allow-origin", nargs="+", metavar="ORIGIN", help="web pages that may call (CORS)")
-    parser.add_argument("--log-level", choices=LEVELS, default="info", help="what to log")
-    parser.add_argument("--log-text", action="store_true", help="log the texts of requests")
+    group.add_argument("--api-key-file", metavar="FILE", help=f"file with a key a line; also {KEY_VARIABLE}")
+    group.add_argument("--no-auth", action="store_true", help="serve everybody who reaches the address")
+    group.add_argument("--allowed-host", nargs="+", metavar="NAME", help="further values of the header Host")
+    group.add_argument("--allow-origin", nargs="+", metavar="ORIGIN", help="web pages that may call (CORS)")
+    group.add_argument("--log-level", choices=LEVELS, default="info", help="what to log")
+    group.add_argument("--log-text", action="store_true", help="log the texts of requests")
 
 
-def _add_limit_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--max-queue", type=int, metavar="N", help="completions that run or wait; default: 5 a slot")
-    parser.add_argument("--max-body", type=int, default=8 * 2**20, metavar="BYTES", help="largest body of a request")
-    parser.add_argument("--request-timeout", type=float, metavar="S", help="seconds for a request; default: no limit")
-    parser.add_argument("--drain-timeout", type=float, default=30.0, metavar="S", help="seconds to end after SIGTERM")
-    parser.add_argument("--unknown-fields", choices=("refuse", "ignore"), default="refuse", help="fields of no meaning")
-    parser.add_argument("--tool-parser", metavar="NAME", help="format of tool calls; default: by the chat template")
-    parser.add_argument("--no-reasoning", action="store_true", help="leave the reasoning in the content")
-    parser.add_argument(
+def _add_limit_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--max-queue", type=int, metavar="N", help="completions that run or wait; default: 5 a slot")
+    group.add_argument("--max-body", type=int, default=8 * 2**20, metavar="BYTES", help="largest body of a request")
+    group.add_argument("--request-timeout", type=float, metavar="S", help="seconds for a request; default: no limit")
+    group.add_argument("--drain-timeout", type=float, default=30.0, metavar="S", help="seconds to end after SIGTERM")
+    group.add_argument("--unknown-fields", choices=("refuse", "ignore"), default="refuse", help="fields of no meaning")
+    group.add_argument("--tool-parser", metavar="NAME", help="format of tool calls; default: by the chat template")
+    group.add_argument("--no-reasoning", action="store_true", help="leave the reasoning in the content")
+    group.add_argument(
         "--reasoning-field", default="reasoning_content", metavar="NAME", help="field of the answer with the reasoning"
     )
 

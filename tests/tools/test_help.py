@@ -14,6 +14,7 @@ import pytest
 
 import jspec
 from jspec.__main__ import main
+from jspec.core.config import EngineConfig
 from jspec.tools.command_line import make_parser
 from jspec.tools.parser import EXAMPLES, Parser
 
@@ -57,6 +58,17 @@ def test_help_of_each_command_states_every_default(prog: str, monkeypatch: pytes
         if action.nargs != 0 and words not in ([None], [argparse.SUPPRESS]):
             shown = " ".join(str(word).lower() for word in words)
             assert f"; default: {shown}\n" in text or "default: " in (action.help or "")
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "serve"])
+def test_help_of_long_commands_has_groups_and_the_engines_defaults_in_numbers(command: str) -> None:
+    parser = ALL[f"jspec {command}"]
+    sizes = {group.title: len(group._group_actions) for group in parser._action_groups if group._group_actions}
+    assert {"target", "drafter", "weights and caches", "devices and processes"} < set(sizes)
+    assert ("sampling" in sizes) == (command != "serve") and max(sizes.values()) <= 20
+    text = " ".join(parser.format_help().split())
+    assert f"default: {EngineConfig().max_len}, or the target's" in text and "the engine's" not in text
+    assert (f"default: {EngineConfig().memory_fraction}" in text) == (command == "serve")
 
 
 @pytest.mark.parametrize("prog", ALL)
