@@ -222,6 +222,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises:
         ValueError: an option has an impossible value, or the target has no tokenizer.
+        ImportError: --regex needs a library that is not installed.
     """
     params = sampling(
         arguments,
@@ -231,6 +232,10 @@ def run(arguments: argparse.Namespace) -> int:
         regex=arguments.regex,
     )
     text = _text(arguments)
+    if arguments.regex is not None:
+        from jspec.engine.grammar.regex_dfa import library  # here, because numpy takes time
+
+        library()  # raises an error before the models are loaded if it is missing
     tokenizer = prepare(arguments)
     prompt = _formatted(text, arguments, tokenizer)
     with make_engine(arguments, tokenizer) as engine:

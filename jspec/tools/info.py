@@ -92,7 +92,8 @@ def _describe(folder: Path) -> tuple[str, Header | None]:
         contents = _contents(header)
     except (ValueError, NotImplementedError, OSError, ImportError) as error:
         header, contents = None, [f"cannot be loaded: {error}"]
-    return "\n".join([f"{folder}: {origin}", *contents, *_companions(folder)]), header
+    is_head = header is not None and not isinstance(header.config, ModelConfig)  # a head, which has no text of its own
+    return "\n".join([f"{folder}: {origin}", *contents, *([] if is_head else _companions(folder))]), header
 
 
 def _contents(header: Header) -> list[str]:

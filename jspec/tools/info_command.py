@@ -73,5 +73,5 @@ def _describe(paths: Sequence[str]) -> int:
     else:
         text, is_right = info.inspect(paths[0])
     print(text)
-    print(f"kernels: {dispatch.describe('auto', jax.devices()[0])}")
+    print(f"\nkernels on this machine: {dispatch.describe('auto', jax.devices()[0])}")
     return 0 if is_right else 1

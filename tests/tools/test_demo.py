@@ -118,13 +118,16 @@ def test_target_ends_functions_and_classes_that_it_writes_greedily(engines: dict
 
 def test_info_command_demo_describes_target_and_heads(capsys: pytest.CaptureFixture) -> None:
     assert main(["info", "demo"]) == 0
-    eagle, dflash, target, eagle_fit, dflash_fit = capsys.readouterr().out.split("\n\n")
+    eagle, dflash, target, eagle_fit, dflash_fit, kernels = capsys.readouterr().out.split("\n\n")
     assert "model: EAGLE-3.1 head" in eagle and "model: DFlash head" in dflash and "model: llama, 7 layers" in target
     for head, fit in ((demo.HEAD, eagle_fit), (demo.DFLASH, dflash_fit)):
         name, *lines = fit.splitlines()
         assert name == f"{head}:" and "fits: target hidden size: 256" in lines and "mismatch" not in fit
     assert "states 3, 5, 7 of" in eagle_fit and "states 3, 5, 6 of" in dflash_fit
-    assert dflash_fit.splitlines()[-1].startswith("kernels: references on cpu")
+    assert kernels.startswith("kernels on this machine: references on cpu")
+    assert [("tokenizer: " in text, "EOS ids: " in text) for text in (eagle, dflash, target)] == [
+        (False, False)
+    ] * 2 + [(True, True)]
     assert main(["info", str(demo.HEAD)]) == 0
     head = capsys.readouterr().out
     assert "EAGLE-3" in head and "llama" not in head

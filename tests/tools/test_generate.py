@@ -311,3 +311,11 @@ def test_speed_line_says_that_max_len_ended_an_answer(max_tokens: int | None, pr
             for _ in meter.watch(engine.stream(prompt, n=n, max_tokens=max_tokens, temperature=0.0, ignore_eos=True)):
                 pass
             assert meter.line().endswith(f"; ended by max_len {engines.MAX_LEN}") == is_cut
+
+
+def test_generate_command_with_a_regex_and_without_its_library_says_so_before_it_looks_for_the_model(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "outlines_core", None)
+    assert main(["generate", "--target", "no/such/folder", "--regex", "a+", "prompt"]) == 2
+    assert "outlines_core, which is not installed" in capsys.readouterr().err
