@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from jspec import __version__
+from jspec.core.version import VERSION
 from jspec.engine.callers.replica_threads import ReplicaThreads
 from jspec.server.http.counts import Counts
 from jspec.server.http.page import page
@@ -46,7 +46,7 @@ class Status:
         return JSONResponse({"status": "ok"})
 
     async def _version(self, request: Request) -> Response:
-        return JSONResponse({"version": __version__})
+        return JSONResponse({"version": VERSION})
 
     async def _models(self, request: Request) -> Response:
         service = self._service
