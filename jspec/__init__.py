@@ -7,6 +7,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from jspec.core.version import VERSION as __version__
+
 if TYPE_CHECKING:
     from jspec import distributed, plot, testing, train
     from jspec.core.config import EngineConfig
@@ -30,8 +32,6 @@ if TYPE_CHECKING:
     from jspec.engine.request.sampling_params import SamplingParams
     from jspec.models.decoder import Model
     from jspec.sampling.logits_processor import LogitsContext
-
-__version__ = "0.1.0"
 
 MODULES = {  # the module that defines each public name, except the names of modules
     "Chunk": "jspec.engine.request.request",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from jspec.distributed.job import Job, ProcessLost
-from jspec.distributed.meeting import start
 
 __all__ = ["ProcessLost", "current", "fail", "initialize", "num_processes", "process_id"]
 
@@ -38,6 +37,8 @@ def initialize(coordinator: str, num_processes: int, process_id: int, *, timeout
         TimeoutError: not all processes came in time; the message names those that are missing.
         OSError: the address is in use on process 0, or a process ended meanwhile.
     """
+    from jspec.distributed.meeting import start  # here, because it imports jax
+
     global _job
     _job = start(coordinator, num_processes, process_id, timeout)
 

@@ -22,7 +22,7 @@ from jspec.server.app import make_app
 from jspec.server.http.errors import ApiError
 from jspec.server.http.protocol import Protocol
 from jspec.server.http.settings import Settings
-from jspec.server.routes.service import DRAINING, REASONS, UNHEALTHY, Service
+from jspec.server.routes.service import DRAINING, READY, REASONS, UNHEALTHY, Service
 
 SWITCH_SECONDS = 0.0005  # how long a thread keeps the interpreter while others wait; Python's default is ten times that
 KEEP_ALIVE_SECONDS = 30  # how long an idle connection stays open
@@ -50,20 +50,27 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def serve(engine: Engine | Replicas, settings: Settings, listener: socket.socket, ready: Callable[[], None]) -> int:
+def serve(
+    engine: Engine | Replicas,
+    settings: Settings,
+    listener: socket.socket,
+    listens: Callable[[], None],
+    ready: Callable[[], None],
+) -> int:
     """Serve an engine until SIGTERM, Ctrl-C or a failure of the engine.
 
     Args:
         engine: the engine or the engines, which the caller closes.
         listener: a socket of `bind`.
-        ready: called once the server listens.
+        listens: called once the server listens.
+        ready: called once requests are served, which is when the programs that the settings name are compiled.
 
     Returns:
         The exit status: 0 after SIGTERM, 130 after Ctrl-C, 1 if the engine failed.
     """
     before = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_SECONDS)
-    server = Server(make_app(engine, settings), ready)
+    server = Server(make_app(engine, settings), listens, ready)
     try:
         server.run([listener])
     finally:
@@ -77,13 +84,18 @@ class Server(uvicorn.Server):
 
     Args:
         app: the application of `make_app`.
-        ready: called once the server listens.
+        listens, ready: as for `serve`.
 
     Attributes:
         status: exit status of the process.
     """
 
-    def __init__(self, app: Starlette, ready: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        app: Starlette,
+        listens: Callable[[], None] = lambda: None,
+        ready: Callable[[], None] = lambda: None,
+    ) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -100,13 +112,14 @@ class Server(uvicorn.Server):
         )
         self.status = 0
         self._service: Service = app.state.service
-        self._ready = ready
+        self._listens = listens
+        self._ready: Callable[[], None] | None = ready  # None after its call
         self._end_at: float | None = None  # when to abort what still runs, on the clock `time.monotonic`
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
-            self._ready()
+            self._listens()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -138,6 +151,9 @@ class Server(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         """Return whether the server ends; uvicorn calls this ten times a second."""
         self._check_health()
+        if self._ready is not None and self._service.state == READY:
+            self._ready()
+            self._ready = None
         if self._end_at is not None:
             late = time.monotonic() - self._end_at
             if late > 0:

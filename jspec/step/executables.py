@@ -10,14 +10,16 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from tqdm import tqdm
 
 from jspec.core.config import EngineConfig
 from jspec.core.prefill_input import PrefillInput
@@ -108,19 +110,26 @@ class Executables:
             if not missing:
                 return
             logger.info("compiling %s", ", ".join(map(self._name, missing)))
-            futures = {}
+            futures, order = {}, count(1)
             with (
                 progress_bar(len(missing), "compiling", "programs") as progress,
                 ThreadPoolExecutor(max_workers=os.cpu_count()) as pool,
             ):
                 for key in missing:  # the next program is lowered while others compile
                     futures[key] = pool.submit(self._compile_one, self._name(key), self._lower(key))
-                    futures[key].add_done_callback(lambda _: progress.update())
+                    futures[key].add_done_callback(partial(self._note, progress, key, order, len(missing)))
             new = {key: future.result() for key, future in futures.items()}  # if one fails, none is stored
             memory = self.memory | {key: needed for key, (_, needed) in new.items()}
             check(list(memory.values()))
             self.memory = memory
             self.compiled.update((key, executable) for key, (executable, _) in new.items())
+
+    def _note(self, bar: tqdm, key: ExecutableKey, order: Iterator[int], total: int, done: Future[Any]) -> None:
+        """Report the end of a compilation."""
+        bar.update()
+        if done.exception() is None:
+            name = self._name(key)
+            logger.info("compiled %s in %.1f s, %d of %d", name, self.seconds[name], next(order), total)
 
     def _program_of(self, key: ExecutableKey) -> Program:
         drafter = self._program.drafter
@@ -203,7 +212,6 @@ class Executables:
         start = time.perf_counter()
         executable = lowered.compile(compiler_options=self._program.compiler_options)
         self.seconds[name] = time.perf_counter() - start
-        logger.info("compiled %s in %.1f s", name, self.seconds[name])
         return executable, program_memory(executable, self._devices)
 
     def _name(self, key: ExecutableKey) -> str:

@@ -7,24 +7,29 @@ import importlib.util
 import sys
 from contextlib import closing
 from dataclasses import replace
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
-from jspec.engine.callers.api import Engine
-from jspec.engine.request.sampling_params import SamplingParams
 from jspec.server.reading.reasoning import format_name
 from jspec.server.tool_calls.choose import MARKERS, parser_for, prompt_text, template_of
 from jspec.server.tool_calls.tools import read_choice
-from jspec.tools import generate, interrupt
+from jspec.tools import demo, generate, interrupt
 from jspec.tools.colour import has_colours, painted
+from jspec.tools.options import add_model_arguments, add_sampling_arguments
+from jspec.tools.progress import settled
+from jspec.tools.speed_meter import SpeedMeter
+
+if TYPE_CHECKING:  # the command line parses its options before it imports jax
+    from jspec import Engine, SamplingParams
 
 HELP = "/reset: forget the conversation; /exit or Ctrl-D: leave; Ctrl-C: stop the answer"
+DEMO = "The embedded model is for trying only: it goes on with Python code, such as\ndef main(argv):"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `jspec chat` on a parser."""
     parser.add_argument("--system", metavar="TEXT", help="system message")
-    generate.add_model_arguments(parser)
-    generate.add_sampling_arguments(parser)
+    add_model_arguments(parser)
+    add_sampling_arguments(parser)
     parser.set_defaults(run=run, max_tokens=1024)
 
 
@@ -37,17 +42,21 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         ValueError: an option has an impossible value, or the target's tokenizer has no chat template.
     """
+    is_demo = arguments.target == demo.NAME
     tokenizer = generate.prepare(arguments)
     params = generate.sampling(arguments)
     try:
         tokenizer.chat([{"role": "user", "content": "Hello"}])
     except ValueError as error:
-        raise ValueError(f"{error} (jspec generate), or name a model that was trained for chats") from error
+        remedy = "pass --chat-template FILE, or name a model that was trained for chats"
+        raise ValueError(f"{error} (jspec generate), {remedy}") from error
     engine = generate.make_engine(arguments, tokenizer)
     if sys.stdin.isatty() and importlib.util.find_spec("readline"):
         importlib.import_module("readline")  # with this import, `input` can edit lines and recall earlier ones
     with engine, interrupt.raised():
         if not generate.follows(engine):
+            if is_demo:
+                print(DEMO)
             ChatSession(engine, params, arguments.system).run()
     return 0
 
@@ -98,24 +107,29 @@ class ChatSession:
         """Print the answer to a message, then its speed, and add both to the conversation.
 
         Reasoning is printed, but not added. If Ctrl-C stops the answer, the printed beginning is added. A message that
-        is too long for the engine is not added.
+        is too long for the engine, or whose answer has not begun, is not added.
         """
         assert self._engine.tokenizer is not None
         question = {"role": "user", "content": message}
-        meter, text = generate.SpeedMeter(self._engine), ""
+        meter, text = SpeedMeter(self._engine, self._params.max_tokens), ""
         try:
             prompt = self._engine.tokenizer.chat([*self.messages, question])
             chunks: Any = self._engine.stream(prompt, self._params)
         except ValueError as error:
             print(f"{error}; or forget the conversation with /reset", file=self._out)
             return
+        stopped = False
         with closing(chunks):
             try:
-                for chunk in meter.watch(chunks):
+                for chunk in settled(meter.watch(chunks)):
                     text += chunk.text or ""
                     print(painted(chunk) if self._has_colours else chunk.text, end="", flush=True, file=self._out)
             except KeyboardInterrupt:
+                stopped = True
                 print(" (stopped)", end="", file=self._out)
+        if stopped and not text:
+            print(file=self._out)
+            return
         self.messages += [question, {"role": "assistant", "content": self._content(prompt, text)}]
         print(f"\n({meter.line()})", file=self._out)
 

@@ -29,16 +29,15 @@ from jspec.draft.head_config import Eagle3Config, HeadConfig, PEagleConfig
 from jspec.engine.text.tokenizer import Tokenizer, load_tokenizer, warn_if_replaced
 from jspec.models import load
 from jspec.models.decoder import Model
+from jspec.tools.info_command import MAX_TOKENS, PROMPTS
 from jspec.tools.replay import Replay, ReplayedTexts, continue_greedily, observe
 from jspec.tools.table import table
 
 TEXT = (Path(__file__).parent / "sample_text.txt").read_text(encoding="utf-8")  # English prose, then Python
 LENGTH = 4  # draft tokens per round
 PROMPT = 64  # tokens per prompt
-PROMPTS = 4  # number of prompts
 WINDOWS = 16  # maximum number of windows of the text
 FIRST = 8  # position of the first root token in a window
-MAX_TOKENS = 48  # default number of tokens decoded after each prompt
 CLEAR = 3.0  # a setting is clearly better if it is better by this many standard errors
 OFFICIAL_THETA = 10000.0  # rope theta of the EAGLE authors' code
 OWN = "as the file says"  # name of the setting with the options of config.json

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from itertools import groupby
 from operator import itemgetter
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
-from jspec.engine.request.request import Chunk
+if TYPE_CHECKING:
+    from jspec import Chunk
 
 COLOUR, RESET = "\033[36m", "\033[0m"  # cyan
 
@@ -19,7 +20,7 @@ def has_colours(out: TextIO) -> bool:
 
 def legend() -> str:
     """Return a line that says which tokens have a colour."""
-    return f"{COLOUR}drafted and accepted{RESET}, the target's own"
+    return f"{COLOUR}cyan: drafted and accepted{RESET}; plain: the target's own"
 
 
 def painted(chunk: Chunk) -> str:

@@ -14,16 +14,13 @@ import numpy as np
 from tqdm import tqdm
 
 from convert import hub, orbax
-from convert.huggingface import FLOATS
 from convert.plan import Plan
 from jspec.draft.auto import plan
 from jspec.draft.head_config import Overrides
 from jspec.models.load import parameters_of
 from jspec.models.weights.quantize import check_scope, check_stored, quantize_parameters
-from jspec.tools.parser import Parser
-from pallas_kernels.layers.weights import EXPERT_KINDS, KINDS, Kind
-
-STORED = tuple(kind for kind in KINDS if kind in EXPERT_KINDS)  # kinds for all weights; those of "fp8_dynamic" are fp8
+from jspec.tools import command_line
+from pallas_kernels.layers.weights import Kind
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,13 +32,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0, or 2 after an error, which is printed.
     """
-    options = _parser().parse_args(argv)
+    return command_line.run(["convert", *(sys.argv[1:] if argv is None else argv)])
+
+
+def run(options: argparse.Namespace) -> int:
+    """Convert with the options of the command line, and print what was written; return the exit status, 0."""
     start = time.perf_counter()
-    try:
-        planned, dtype = _convert(options)
-    except (ValueError, NotImplementedError, OSError, ImportError) as error:
-        print(f"jspec: {error}", file=sys.stderr)
-        return 2
+    planned, dtype = _convert(options)
     seconds = time.perf_counter() - start
     size = f"{len(planned.rows)} parameters, {dtype}" + (f", {options.quantize}" if options.quantize else "")
     print(f"{options.dst}: {size}, {seconds:.1f} s, peak memory {_peak_memory() / 2**20:.0f} MiB")
@@ -68,24 +65,6 @@ def _convert(options: argparse.Namespace) -> tuple[Plan, str]:
     return planned, dtype
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="jspec convert", description=__doc__)
-    parser.add_argument("src", type=Path, help="folder with config.json and safetensors or torch weights")
-    parser.add_argument("dst", type=Path, help="folder to write")
-    parser.add_argument("--dtype", choices=FLOATS, help="of the weights; default: as in the file")
-    parser.add_argument("--quantize", choices=STORED, help="quantise the linear weights")
-    parser.add_argument("--overwrite", action="store_true", help="replace a converted folder at DST")
-    parser.add_argument("--verbose", action="store_true", help="list the tensors and the parameters they make")
-    overrides = parser.add_argument_group("values that replace those of the source's config.json")
-    overrides.add_argument("--rope-theta", type=float, help="rotary base")
-    overrides.add_argument("--feature-layers", type=_ids, metavar="2,16,29", help="target state indices, for a head")
-    either = argparse.BooleanOptionalAction
-    overrides.add_argument("--norm-before-residual", action=either, help="a head's first residual is normed")
-    overrides.add_argument("--norm-output", action=either, help="a head's normed output is fed back (EAGLE-3.1)")
-    overrides.add_argument("--mask-token-id", type=int, help="id that stands for tokens not drafted yet (P-EAGLE)")
-    return parser
-
-
 def _kinds(planned: Plan, kind: str | None) -> dict[str, Kind]:
     """Return the kinds of the weights that a folder stores quantised or that the conversion quantises, by name."""
     check_scope(kind, planned.kind)
@@ -101,13 +80,6 @@ def _quantized(planned: Plan, dtype: str, kind: str | None, bar: tqdm) -> Iterat
         leaves = batch if kind is None else orbax.flatten(quantize_parameters(batch, kind))
         yield {name: np.asarray(leaf) for name, leaf in leaves.items()}
         del batch, leaves
-
-
-def _ids(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected ids separated by commas, such as 2,16,29, got {text!r}") from None
 
 
 def _peak_memory() -> int:

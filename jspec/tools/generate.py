@@ -7,44 +7,33 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jax
-
+import jspec
 from convert import hub
-from jspec import distributed
-from jspec.core.config import ACCEPT_RULES, KV_DTYPES, QUANTIZE
-from jspec.core.tree import DEFAULT_TREE, TREE_FORMS, Tree
-from jspec.draft.base import Drafter
-from jspec.draft.dflash import DFlash
-from jspec.draft.draft_model import DraftModel
-from jspec.draft.dspark import DSpark
-from jspec.draft.eagle import Eagle, Eagle3
-from jspec.draft.medusa import Medusa
-from jspec.draft.mtp import MTP
-from jspec.draft.ngram import NGram
-from jspec.draft.peagle import PEagle
-from jspec.draft.suffix import Suffix
-from jspec.engine.callers.api import Engine
-from jspec.engine.request.model_sampling import AUTO, NONE, model_sampling
-from jspec.engine.request.request import Chunk
-from jspec.engine.request.sampling_params import SamplingParams
-from jspec.engine.text.tokenizer import Tokenizer, load_tokenizer
+from jspec.engine.request.model_sampling import model_sampling
+from jspec.engine.text.tokenizer import HFTokenizer, Tokenizer, load_tokenizer
 from jspec.engine.text.tokenizer_files import TOKENIZER_FILES
 from jspec.tools import demo
+from jspec.tools.options import add_model_arguments, add_sampling_arguments
+from jspec.tools.progress import settled
+from jspec.tools.speed_meter import SpeedMeter
 
-PRETRAINED: dict[str, Callable[..., Drafter]] = {
-    "eagle3": Eagle3.from_pretrained,
-    "peagle": PEagle.from_pretrained,
-    "eagle": Eagle.from_pretrained,
-    "medusa": Medusa.from_pretrained,
-    "dflash": DFlash.from_pretrained,
-    "dspark": DSpark.from_pretrained,
-    "mtp": MTP.from_pretrained,
-    "draft_model": DraftModel.from_pretrained,
+if TYPE_CHECKING:  # the command line parses its options before it imports jax
+    import jax
+
+    from jspec import Drafter, Engine, SamplingParams
+
+PRETRAINED = {  # the drafter of each option that names a folder
+    "eagle3": "Eagle3",
+    "peagle": "PEagle",
+    "eagle": "Eagle",
+    "medusa": "Medusa",
+    "dflash": "DFlash",
+    "dspark": "DSpark",
+    "mtp": "MTP",
+    "draft_model": "DraftModel",
 }
 HEADS = ("eagle3", "peagle", "eagle", "dflash", "dspark", "mtp")  # drafters that may use the target's output head
 QUANTIZABLE = (*HEADS, "draft_model")
@@ -68,81 +57,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run)
 
 
-def add_model_arguments(parser: argparse.ArgumentParser, *, needs_target: bool = True) -> None:
-    """Declare the options for target, drafter and engine on a parser.
-
-    Args:
-        needs_target: whether the target must be given; else it is the embedded one, with its head.
-    """
-    about = 'folder, hub id, or "demo": the embedded one' + ("" if needs_target else ", the default, with its head")
-    parser.add_argument("--target", required=needs_target, metavar="PATH", help=about)
-    drafters = parser.add_mutually_exclusive_group()
-    drafters.add_argument("--eagle3", metavar="PATH", help='draft with an EAGLE-3 head; "demo": the embedded one')
-    drafters.add_argument("--peagle", metavar="PATH", help="draft with a P-EAGLE head")
-    drafters.add_argument("--eagle", metavar="PATH", help="draft with an EAGLE-1 or EAGLE-2 head")
-    drafters.add_argument("--medusa", metavar="PATH", help="draft with Medusa heads")
-    drafters.add_argument("--dflash", metavar="PATH", help="draft with a DFlash head")
-    drafters.add_argument("--dspark", metavar="PATH", help="draft with a DSpark head")
-    drafters.add_argument("--mtp", metavar="PATH", help="draft with the target's own layer for this, of its folder")
-    drafters.add_argument("--draft-model", metavar="PATH", help="draft with a smaller model")
-    parser.add_argument(
-        "--draft-device",
-        type=int,
-        metavar="N",
-        help="device of the draft model, counted from 0; default: the target's devices",
-    )
-    drafters.add_argument("--ngram", action="store_true", help="draft what followed the newest tokens earlier")
-    drafters.add_argument("--suffix", action="store_true", help="draft what most often followed the newest tokens")
-    parser.add_argument(
-        "--tree", help=f"draft tree: {TREE_FORMS}; default: {DEFAULT_TREE}, or a shorter chain if the head ends there"
-    )
-    parser.add_argument(
-        "--accept", default=ACCEPT_RULES[0], metavar="RULE", help=f"accept rule: {', '.join(ACCEPT_RULES)}"
-    )
-    parser.add_argument("--dtype", help="dtype of the weights; default: float32 on CPU, bfloat16 elsewhere")
-    kinds, dtypes = ", ".join(QUANTIZE), ", ".join(KV_DTYPES)
-    parser.add_argument("--quantize", metavar="KIND", help=f"quantise the target's weights: {kinds}")
-    parser.add_argument("--draft-quantize", metavar="KIND", help="quantise a head, an MTP layer or a draft model")
-    parser.add_argument("--draft-vocab", metavar="N|FILE", help="tokens that a head with the target's head drafts")
-    parser.add_argument(
-        "--kv-dtype", metavar="DTYPE", help=f"dtype of the target's cache: {dtypes}; default: the weights'"
-    )
-    parser.add_argument("--draft-kv-dtype", metavar="DTYPE", help="dtype of the drafter's cache")
-    parser.add_argument("--draft-window", type=int, metavar="W", help="newest tokens that the drafter attends to")
-    parser.add_argument(
-        "--tensor-parallel", type=int, default=1, metavar="N", help="devices over which weights are divided"
-    )
-    parser.add_argument(
-        "--coordinator", metavar="HOST:PORT", help="address of process 0, if several processes run this command"
-    )
-    parser.add_argument("--num-processes", type=int, metavar="N", help="number of these processes")
-    parser.add_argument("--process-id", type=int, metavar="I", help="number of this process, from 0")
-    parser.add_argument("--max-len", type=int, help="largest number of tokens, prompt included; default: the engine's")
-    parser.add_argument("--tokenizer", help='"bytes" for byte-level models, or a folder; default: the target folder\'s')
-    parser.add_argument(
-        "--generation-config",
-        default=AUTO,
-        metavar="PATH",
-        help="folder of the generation_config.json whose sampling holds unless a request says otherwise; "
-        f"{NONE}: none; default: {AUTO}, the target's if it has one",
-    )
-    parser.add_argument(
-        "--compile-cache", metavar="DIR", help="where compiled programs are kept; default: the user's cache folder"
-    )
-
-
-def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options for sampling on a parser."""
-    parser.add_argument("--max-tokens", type=int, default=128, help="largest number of tokens to emit")
-    model = "default: --generation-config's, else"
-    parser.add_argument("--temperature", type=float, help=f"sampling temperature; 0 is greedy; {model} 0")
-    parser.add_argument("--top-k", type=int, help=f"keep the k most likely tokens; {model} all")
-    parser.add_argument("--top-p", type=float, help=f"keep the likeliest tokens up to this probability; {model} 1")
-    parser.add_argument("--min-p", type=float, help=f"keep tokens this many times as likely as the first; {model} 0")
-    parser.add_argument("--repetition-penalty", type=float, help=f"factor for tokens seen before; {model} 1, off")
-    parser.add_argument("--seed", type=int, help="seed of the request; with it the output can be repeated")
-
-
 # -- from options to objects
 
 
@@ -150,7 +64,7 @@ def sampling(arguments: argparse.Namespace, **more: object) -> SamplingParams:
     """Return the sampling parameters of a parsed command line.
 
     Args:
-        arguments: parsed command line with the options of `add_sampling_arguments`, after `prepare`.
+        arguments: parsed command line with the options of `jspec.tools.options`, after `prepare`.
         more: further fields of `SamplingParams`.
 
     Raises:
@@ -159,7 +73,7 @@ def sampling(arguments: argparse.Namespace, **more: object) -> SamplingParams:
     names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
     options = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     defaults = {"temperature": 0.0, **model_sampling(arguments.generation_config, arguments.target)}
-    return SamplingParams(**{**defaults, **options, **more})
+    return jspec.SamplingParams(**{**defaults, **options, **more})
 
 
 def join(arguments: argparse.Namespace) -> None:
@@ -182,12 +96,12 @@ def join(arguments: argparse.Namespace) -> None:
         missing = ", ".join(f"--{name.replace('_', '-')}" for name in names if name not in options)
         raise ValueError(f"{missing}: expected beside the other options of several processes, got none; add it")
     if options:
-        distributed.initialize(**options)
+        jspec.distributed.initialize(**options)
 
 
 def follows(engine: Engine) -> bool:
     """Follow process 0 until its engine is closed, and return True; False: this is process 0, or alone."""
-    if distributed.process_id() == 0:
+    if jspec.distributed.process_id() == 0:
         return False
     engine.follow()
     return True
@@ -197,11 +111,12 @@ def prepare(arguments: argparse.Namespace) -> Tokenizer:
     """Check the options of a parsed command line, find its models and load the tokenizer.
 
     Args:
-        arguments: parsed command line with the options of `add_model_arguments`. Each model's name is replaced by its
+        arguments: parsed command line with the options of `jspec.tools.options`. Each model's name is replaced by its
             folder: "demo" by an embedded folder, a hub id by the downloaded copy.
 
     Raises:
         ValueError: options do not fit together, or the target has no tokenizer and --tokenizer is not given.
+        OSError: the file of --chat-template cannot be read.
     """
     draft_options(arguments)
     target = arguments.target
@@ -216,6 +131,10 @@ def prepare(arguments: argparse.Namespace) -> Tokenizer:
             f"({', '.join(TOKENIZER_FILES)}), got none; add --tokenizer FOLDER, or --tokenizer bytes if the model's "
             "tokens are bytes"
         )
+    if arguments.chat_template is not None:
+        if not isinstance(tokenizer, HFTokenizer):
+            raise ValueError("--chat-template: expected a tokenizer with special tokens, got bytes; leave it out")
+        tokenizer.chat_template = Path(arguments.chat_template).read_text(encoding="utf-8")
     return tokenizer
 
 
@@ -231,7 +150,7 @@ def make_engine(arguments: argparse.Namespace, tokenizer: Tokenizer, **options: 
         *("dtype", "accept", "quantize", "kv_dtype", "draft_kv_dtype", "draft_window", "tensor_parallel"),
         "compile_cache",
     )
-    return Engine.from_pretrained(
+    return jspec.Engine.from_pretrained(
         arguments.target,
         drafter=make_drafter(arguments),
         tokenizer=tokenizer,
@@ -244,12 +163,12 @@ def make_engine(arguments: argparse.Namespace, tokenizer: Tokenizer, **options: 
 def make_drafter(arguments: argparse.Namespace) -> Drafter | None:
     """Load the drafter that a parsed command line names; return None if it names none."""
     options = draft_options(arguments)
-    for name, load in PRETRAINED.items():
-        if path := getattr(arguments, name):
-            return load(path, dtype=arguments.dtype, **options)
+    for option, name in PRETRAINED.items():
+        if path := getattr(arguments, option):
+            return getattr(jspec, name).from_pretrained(path, dtype=arguments.dtype, **options)
     if arguments.ngram:
-        return NGram(**options)
-    return Suffix(**options) if arguments.suffix else None
+        return jspec.NGram(**options)
+    return jspec.Suffix(**options) if arguments.suffix else None
 
 
 def draft_options(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -258,7 +177,7 @@ def draft_options(arguments: argparse.Namespace) -> dict[str, Any]:
     Raises:
         ValueError: the tree is malformed, or an option needs a drafter that is not given.
     """
-    options: dict[str, Any] = {} if arguments.tree is None else {"tree": Tree.parse(arguments.tree)}
+    options: dict[str, Any] = {} if arguments.tree is None else {"tree": jspec.Tree.parse(arguments.tree)}
     for option, name, drafters in (("draft_quantize", "quantize", QUANTIZABLE), ("draft_vocab", "draft_vocab", HEADS)):
         if (value := getattr(arguments, option)) is None:
             continue
@@ -283,6 +202,8 @@ def _draft_device(arguments: argparse.Namespace) -> jax.Device:
     Raises:
         ValueError: there is no draft model or no such device.
     """
+    import jax
+
     devices, index = jax.devices(), arguments.draft_device
     if not arguments.draft_model:
         raise ValueError("--draft-device: expected --draft-model, whose device it is, got none; leave it out")
@@ -297,42 +218,6 @@ def _draft_device(arguments: argparse.Namespace) -> jax.Device:
 # -- the command
 
 
-class SpeedMeter:
-    """Measures the speed of an answer after its first round, so that loading and compiling do not count."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine, self._before = engine, engine.metrics
-        self._tokens = 0  # number of tokens that came
-        self._first: tuple[int, float] | None = None  # number of tokens and time in seconds after the first round
-        self._is_cut = False  # whether a completion ended at the engine's max_len
-
-    def watch(self, chunks: Iterable[Chunk]) -> Iterator[Chunk]:
-        """Yield the chunks of an answer, and record the time of the first one that a round produced."""
-        begun: set[int] = set()  # completions whose first token came
-        for chunk in chunks:
-            self._tokens += len(chunk.token_ids)
-            if self._first is None and chunk.index in begun:
-                self._first = self._tokens, time.perf_counter()
-            begun.add(chunk.index)
-            if chunk.finish_reason == "length" and chunk.metrics is not None:
-                length = chunk.metrics.num_prompt_tokens + chunk.metrics.num_tokens
-                self._is_cut = self._is_cut or length >= self._engine.config.max_len
-            yield chunk
-
-    def line(self) -> str:
-        """Return a line with tokens, rounds, mean acceptance length, speed in tokens/s if there were two rounds, and
-        whether max_len ended the answer.
-        """
-        now, before = self._engine.metrics, self._before
-        rounds = now.num_drafts - before.num_drafts
-        length = 1 + (now.num_accepted_tokens - before.num_accepted_tokens) / max(rounds, 1)
-        text = f"{now.num_tokens - before.num_tokens} tokens, {rounds} rounds, mean acceptance length {length:.2f}"
-        tokens, began = self._first or (self._tokens, 0.0)
-        if self._tokens != tokens:
-            text += f", {(self._tokens - tokens) / (time.perf_counter() - began):.1f} tokens/s"
-        return f"{text}, ended by max_len={self._engine.config.max_len}" if self._is_cut else text
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Run `jspec generate`: print the completion, then counters and tokens/s on the standard error.
 
@@ -341,8 +226,13 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises:
         ValueError: an option has an impossible value, or the target has no tokenizer.
+        ImportError: --regex needs a library that is not installed.
     """
     text, schema = _text(arguments), _text_or_file(arguments.json_schema)
+    if arguments.regex is not None:
+        from jspec.engine.grammar.regex_dfa import library  # here, because numpy takes time
+
+        library()  # raises an error before the models are loaded if it is missing
     tokenizer = prepare(arguments)
     stop = tuple(arguments.stop or ())
     params = sampling(arguments, n=arguments.n, stop=stop, json_schema=schema, regex=arguments.regex)
@@ -350,8 +240,8 @@ def run(arguments: argparse.Namespace) -> int:
     with make_engine(arguments, tokenizer) as engine:
         if follows(engine):
             return 0
-        meter, texts = SpeedMeter(engine), [""] * params.n
-        for chunk in meter.watch(engine.stream(prompt, params)):
+        meter, texts = SpeedMeter(engine, params.max_tokens), [""] * params.n
+        for chunk in settled(meter.watch(engine.stream(prompt, params))):
             texts[chunk.index] += chunk.text or ""
             if params.n == 1:
                 print(chunk.text, end="", flush=True)

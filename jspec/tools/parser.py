@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 HEAD, TARGET = "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", "meta-llama/Llama-3.1-8B-Instruct"
@@ -29,11 +30,14 @@ EXAMPLES = {  # two example command lines for the help of each command
         "convert path/to/target path/to/converted --dtype bfloat16",
         "convert path/to/target path/to/converted --quantize fp8 --overwrite",
     ),
-    "jspec bench": ("bench acceptance", "bench step --shape tiny --batch 1,4 --tree none chain:4"),
+    "jspec bench": (
+        "bench acceptance --accept coupled --tree chain:4 --samples 1",
+        "bench step --shape tiny --batch 1,4 --tree none chain:4",
+    ),
     "jspec bench step": ("bench step", "bench step --batch 1,8,32 --tree none chain:4 --json step.json"),
     "jspec bench kernels": ("bench kernels --kernel attention", "bench kernels --kernel gemm --rows 1,5,61"),
     "jspec bench acceptance": (
-        "bench acceptance",
+        "bench acceptance --accept coupled --tree chain:4 --samples 1",
         "bench acceptance --draft dflash --tree chain:7 topk:16,4,4 --accept coupled",
     ),
     "jspec bench throughput": ("bench throughput", "bench throughput --positions 0.8,0.6,0.5,0.4"),
@@ -56,12 +60,36 @@ class Help(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that prints an error as one line, without the usage, and two examples in its help."""
+    """An argument parser that prints an error as one line, without the usage, and two examples in its help.
 
-    def __init__(self, **settings: Any) -> None:
+    Args:
+        declare: function that declares the options on this parser when they are first needed; None: it has them.
+        settings: arguments of `argparse.ArgumentParser`.
+    """
+
+    def __init__(self, *, declare: Callable[[Parser], object] | None = None, **settings: Any) -> None:
         super().__init__(**{"formatter_class": Help, **settings})
+        self._declare = declare
+
+    def declare(self) -> None:
+        """Declare the options, unless they are declared."""
+        if self._declare is not None:
+            declare, self._declare = self._declare, None
+            declare(self)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse arguments; an unknown one is an error of this parser, not of the one that has it as a subcommand."""
+        self.declare()
+        namespace, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            options = [flag for action in self._actions for flag in action.option_strings]
+            guesses = difflib.get_close_matches(unknown[0].partition("=")[0], options, n=1)
+            guess = "".join(f"; did you mean {flag}?" for flag in guesses)
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{guess}")
+        return namespace, unknown
 
     def format_help(self) -> str:
+        self.declare()
         examples = "".join(f"  jspec {line}\n" for line in EXAMPLES.get(self.prog, ()))
         return super().format_help() + (f"\nexamples:\n{examples}" if examples else "")
 
@@ -76,6 +104,7 @@ class Parser(argparse.ArgumentParser):
             message: the message; options stand in it as ``name=``, ``name=value``, or with a colon at its start, and
                 those with an underscore anywhere.
         """
+        self.declare()
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction) and words and words[0] in action.choices:
                 chosen: Parser = action.choices[words[0]]

@@ -1,12 +1,17 @@
-"""Shows log lines of slow work on the command line if stderr is not a terminal, which would show a progress bar."""
+"""Keeps reports of slow work apart from streamed text: log lines, and on a terminal progress bars."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import sys
-from collections.abc import Iterator
-from typing import TextIO
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import TextIO, TypeVar
+
+from jspec.core.progress import no_bars
+
+T = TypeVar("T")
 
 # Loggers that report loading, compiling and training.
 TRAINING = ("data", "regenerate", "material", "loop")
@@ -41,3 +46,15 @@ def log_lines(out: TextIO | None = None) -> Iterator[None]:
             logger.removeHandler(handler)
             logger.setLevel(level)
             logger.propagate = propagate
+
+
+def settled(chunks: Iterable[T]) -> Iterator[T]:
+    """Yield the chunks of a stream, the first one when the second is there; from then on no progress bar is drawn.
+
+    The first chunk comes from the prompt and the second from the first round, so all programs are compiled by then.
+    """
+    rest = iter(chunks)
+    first = list(islice(rest, 2))
+    with no_bars():
+        yield from first
+        yield from rest

@@ -11,72 +11,76 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jspec import distributed
-from jspec.engine.callers.api import Engine
-from jspec.engine.callers.replicas import Replicas
+import jspec
+from jspec.core.config import EngineConfig
 from jspec.engine.request.model_sampling import model_sampling
 from jspec.engine.text.tokenizer import Tokenizer
 from jspec.server.http.settings import KEY_VARIABLE, Settings, digest_of, is_loopback, keys_of_environment
 from jspec.server.reading.reasoning import format_name
 from jspec.server.tool_calls.choose import check_name
-from jspec.step.on_mesh import meshes_of
 from jspec.tools import demo, generate
-from jspec.tools.parser import Parser
+from jspec.tools.options import add_model_arguments
+
+if TYPE_CHECKING:  # the command line parses its options before it imports jax
+    from jspec import Engine, Replicas
 
 NEEDED = ("starlette", "uvicorn", "httptools", "uvloop")  # the extra "serve"
 WARM = ("logprobs", "grammar", "rounds")
 SLOTS = 8
+TREE = "topk:12,4,3"  # of the embedded head, so that the page has trees to show
 LEVELS = ("debug", "info", "warning", "error")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `jspec serve` on a parser."""
-    generate.add_model_arguments(parser, needs_target=False)
-    _add_engine_arguments(parser)
-    _add_address_arguments(parser)
-    _add_limit_arguments(parser)
+    add_model_arguments(parser, needs_target=False)
+    _add_engine_arguments(parser.add_argument_group("engine"))
+    _add_address_arguments(parser.add_argument_group("address, access and log"))
+    _add_limit_arguments(parser.add_argument_group("requests and answers"))
     parser.set_defaults(run=run)
 
 
-def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--slots", type=int, default=SLOTS, help="requests that an engine runs at once")
+def _add_engine_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--slots", type=int, default=SLOTS, help="requests that an engine runs at once")
     about = "engines in this process, each on --tensor-parallel devices of its own"
-    parser.add_argument("--replicas", type=int, default=1, metavar="N", help=about)
-    parser.add_argument("--pages", type=int, help="pages of the KV cache; default: as many as fit")
-    parser.add_argument("--memory-fraction", type=float, help="share of the device's memory; default: the engine's")
-    parser.add_argument("--prefill-budget", type=int, metavar="N", help="prompt tokens between two rounds")
-    parser.add_argument("--adaptive", action="store_true", help="choose the draft depth from measured acceptance")
-    parser.add_argument("--warm", metavar="LIST", help=f"compile before the first request: {','.join(WARM)}")
-    parser.add_argument("--live", action="store_true", help="let the page show draft trees (jspec.rounds)")
+    group.add_argument("--replicas", type=int, default=1, metavar="N", help=about)
+    group.add_argument("--pages", type=int, help="pages of the KV cache; default: as many as fit")
+    about = f"share of the device's memory; default: {EngineConfig.memory_fraction}"
+    group.add_argument("--memory-fraction", type=float, help=about)
+    group.add_argument("--prefill-budget", type=int, metavar="N", help="prompt tokens between two rounds")
+    group.add_argument("--adaptive", action="store_true", help="choose the draft depth from measured acceptance")
+    group.add_argument("--warm", metavar="LIST", help=f"compile before the first request: {','.join(WARM)}")
+    group.add_argument("--live", action="store_true", help="let the page show draft trees (jspec.rounds)")
 
 
-def _add_address_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", metavar="FILE", help="YAML file with these options by name; flags override it")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen at")
-    parser.add_argument("--port", type=int, default=8000, help="port to listen at; 0: any free port")
-    parser.add_argument(
+def _add_address_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--config", metavar="FILE", help="YAML file with these options by name; flags override it")
+    group.add_argument("--host", default="127.0.0.1", help="address to listen at")
+    group.add_argument("--port", type=int, default=8000, help="port to listen at; 0: any free port")
+    group.add_argument(
         "--served-model-name", nargs="+", metavar="NAME", help="names of the model; default: what --target names"
     )
-    parser.add_argument("--api-key-file", metavar="FILE", help=f"file with a key a line; also {KEY_VARIABLE}")
-    parser.add_argument("--no-auth", action="store_true", help="serve everybody who reaches the address")
-    parser.add_argument("--allowed-host", nargs="+", metavar="NAME", help="further values of the header Host")
-    parser.add_argument("--allow-origin", nargs="+", metavar="ORIGIN", help="web pages that may call (CORS)")
-    parser.add_argument("--log-level", choices=LEVELS, default="info", help="what to log")
-    parser.add_argument("--log-text", action="store_true", help="log the texts of requests")
+    group.add_argument("--api-key-file", metavar="FILE", help=f"file with a key a line; also {KEY_VARIABLE}")
+    group.add_argument("--no-auth", action="store_true", help="serve everybody who reaches the address")
+    group.add_argument("--allowed-host", nargs="+", metavar="NAME", help="further values of the header Host")
+    group.add_argument("--allow-origin", nargs="+", metavar="ORIGIN", help="web pages that may call (CORS)")
+    group.add_argument("--log-level", choices=LEVELS, default="info", help="what to log")
+    group.add_argument("--log-text", action="store_true", help="log the texts of requests")
 
 
-def _add_limit_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--max-queue", type=int, metavar="N", help="completions that run or wait; default: 5 a slot")
-    parser.add_argument("--max-body", type=int, default=8 * 2**20, metavar="BYTES", help="largest body of a request")
-    parser.add_argument("--request-timeout", type=float, metavar="S", help="seconds for a request; default: no limit")
-    parser.add_argument("--drain-timeout", type=float, default=30.0, metavar="S", help="seconds to end after SIGTERM")
-    parser.add_argument("--unknown-fields", choices=("refuse", "ignore"), default="refuse", help="fields of no meaning")
-    parser.add_argument("--tool-parser", metavar="NAME", help="format of tool calls; default: by the chat template")
-    parser.add_argument("--reasoning-parser", metavar="NAME", help="format of reasoning; default: by the chat template")
-    parser.add_argument("--no-reasoning", action="store_true", help="leave the reasoning in the content")
-    parser.add_argument(
+def _add_limit_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--max-queue", type=int, metavar="N", help="completions that run or wait; default: 5 a slot")
+    group.add_argument("--max-body", type=int, default=8 * 2**20, metavar="BYTES", help="largest body of a request")
+    group.add_argument("--request-timeout", type=float, metavar="S", help="seconds for a request; default: no limit")
+    group.add_argument("--drain-timeout", type=float, default=30.0, metavar="S", help="seconds to end after SIGTERM")
+    group.add_argument("--unknown-fields", choices=("refuse", "ignore"), default="refuse", help="fields of no meaning")
+    group.add_argument("--tool-parser", metavar="NAME", help="format of tool calls; default: by the chat template")
+    about = "format of reasoning; default: by the chat template"
+    group.add_argument("--reasoning-parser", metavar="NAME", help=about)
+    group.add_argument("--no-reasoning", action="store_true", help="leave the reasoning in the content")
+    group.add_argument(
         "--reasoning-field", default="reasoning_content", metavar="NAME", help="field of the answer with the reasoning"
     )
 
@@ -88,8 +92,8 @@ def with_config(words: Sequence[str]) -> list[str]:
         ValueError: the file is no YAML mapping, or nests values.
         OSError: the file cannot be read.
     """
-    first = Parser(prog="jspec serve", add_help=False, allow_abbrev=False)
-    first.add_argument("--config")
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--config", nargs="?")
     path = first.parse_known_args(list(words))[0].config
     if path is None:
         return list(words)
@@ -139,7 +143,7 @@ def run(arguments: argparse.Namespace) -> int:
     settings = make_settings(arguments)
     check_replicas(arguments)
     with _log(arguments.log_level):
-        if distributed.process_id():
+        if jspec.distributed.process_id():
             with generate.make_engine(arguments, generate.prepare(arguments), **engine_options(arguments)) as engine:
                 engine.follow()
             return 0
@@ -148,20 +152,24 @@ def run(arguments: argparse.Namespace) -> int:
             tokenizer = generate.prepare(arguments)
             settings = replace(settings, sampling=model_sampling(arguments.generation_config, arguments.target))
             with make_engine(arguments, tokenizer) as engine:
-                return serve(engine, settings, listener, lambda: print(greeting(address, settings), flush=True))
+                texts = compiling(address, settings), greeting(address, settings)
+                listens, ready = (partial(print, text, end="", flush=True) for text in texts)
+                return serve(engine, settings, listener, listens, ready)
 
 
 def _take_demo(arguments: argparse.Namespace) -> None:
     """Serve the embedded target, with its head unless another drafter is given."""
     arguments.target = demo.NAME
     if not any(getattr(arguments, name) for name in (*generate.PRETRAINED, "ngram", "suffix")):
-        arguments.eagle3 = demo.NAME
+        arguments.eagle3, arguments.tree = demo.NAME, arguments.tree or TREE
 
 
 def check_replicas(arguments: argparse.Namespace) -> None:
     """Raise ValueError if there are fewer devices than several replicas need."""
     if arguments.replicas == 1:
         return
+    from jspec.step.on_mesh import meshes_of
+
     replicas, size = arguments.replicas, arguments.tensor_parallel
     try:
         meshes_of(replicas * size, size)
@@ -175,7 +183,7 @@ def make_engine(arguments: argparse.Namespace, tokenizer: Tokenizer) -> Engine |
     if arguments.replicas == 1:
         return generate.make_engine(arguments, tokenizer, **options)
     make = partial(generate.make_engine, arguments, tokenizer, **options)
-    return Replicas(lambda mesh: make(mesh=mesh), arguments.replicas * size, tensor_parallel=size)
+    return jspec.Replicas(lambda mesh: make(mesh=mesh), arguments.replicas * size, tensor_parallel=size)
 
 
 def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -244,20 +252,27 @@ def read_keys(path: str | None) -> list[str]:
     return keys
 
 
+def compiling(address: str, settings: Settings) -> str:
+    """Return what is printed once the server listens, if it compiles programs before it serves."""
+    if not settings.warm:
+        return ""
+    return f"jspec compiles for {', '.join(settings.warm)}, and then serves {settings.names[0]} at http://{address}\n"
+
+
 def greeting(address: str, settings: Settings) -> str:
-    """Return what is printed once the server listens: its address, requests from a shell and from Python, sampling."""
+    """Return what is printed once requests are served: address, requests from a shell and from Python, sampling."""
     url, name = f"http://{address}", settings.names[0]
     key = ' -H "Authorization: Bearer $KEY"' if settings.keys else ""
     fields = ", ".join(f"{name} {value:g}" for name, value in settings.sampling.items())
     sampling = f"\n  sampling of requests that leave it out: {fields} (--generation-config)" if fields else ""
     python_key = "KEY" if settings.keys else '"none"'
+    page = f"  page: {url}/\n" if settings.live else ""
     return (
-        f"jspec serves {name} at {url} (Ctrl-C ends it)\n"
+        f"jspec serves {name} at {url} (Ctrl-C ends it)\n{page}"
         f"  curl {url}/v1/completions -H 'Content-Type: application/json'{key} -d "
         f'\'{{"prompt": "def main(", "max_tokens": 32}}\'\n'
         f'  openai.OpenAI(base_url="{url}/v1", api_key={python_key}).completions.create(model="{name}", '
-        'prompt="def main(")'
-        f"{sampling}"
+        f'prompt="def main("){sampling}\n'
     )
 
 

@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jspec.core.config import QUANTIZE
-from jspec.step.compile_cache import keep_compiled
 from jspec.tools import demo, interrupt
-from jspec.tools.plot import training
 from jspec.train.config import LOSS_KINDS, METHODS, OPTIMIZERS, TrainConfig
 
 OPTIONS = {  # help of the option for each field of `TrainConfig`
@@ -94,7 +92,9 @@ def _add_field(parser: argparse.ArgumentParser, field: dataclasses.Field[Any]) -
 
 def run(arguments: argparse.Namespace) -> int:
     """Train, and print where the head is and how to use it; return the exit status."""
-    from jspec.train.loop import Interrupted  # here, because they import the optimiser, which no other command needs
+    from jspec.step.compile_cache import keep_compiled  # here, because they take time
+    from jspec.tools.plot import training
+    from jspec.train.loop import Interrupted
     from jspec.train.run import fit
 
     keep_compiled(None)  # a run that goes on after an interrupt does not compile again

@@ -8,10 +8,9 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from jspec.core.shorten import short
-from jspec.train.losses import LOSSES
 
 METHODS = ("eagle3", "dflash", "dspark", "medusa")
-LOSS_KINDS = tuple(LOSSES)
+LOSS_KINDS = ("soft", "lk")
 OPTIMIZERS = ("adamw", "muon")
 RANGES = {  # for each number, the least value, and whether the value itself is allowed
     "steps": (1, True),

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jspec.models.decoder import Model
+from jspec.train.config import LOSS_KINDS
 from jspec.train.observe import LOGITS, target_logits
 from pallas_kernels.attention.interval_reference import largest_divisor
 
@@ -40,7 +41,7 @@ def lk(logits: Array, teacher: Array) -> Array:
     return weight * (cross_entropy(logits, teacher) - entropy) + (1 - weight) * (1 - overlap)
 
 
-LOSSES: Mapping[str, Loss] = {"soft": cross_entropy, "lk": lk}
+LOSSES: Mapping[str, Loss] = dict(zip(LOSS_KINDS, (cross_entropy, lk), strict=True))
 
 
 def in_blocks(function: Callable[..., Any], width: int, *values: Array) -> Any:

@@ -22,6 +22,7 @@ from jspec.models.parts.rope import Rope
 from jspec.tools import demo
 from jspec.tools.bench import random_models
 from jspec.tools.bench.inflate import grow
+from jspec.tools.bench.inflate.convert import grow_pair
 from jspec.tools.bench.inflate.grow import GrownSizes
 from jspec.tools.replay import run_texts
 from pallas_kernels.layers.partial_sums import reduce_partials
@@ -37,7 +38,6 @@ from tests.support.inflating import (
     byte_models,
     compare,
     head_of,
-    inflate_pair,
     large_pair,
     target,
     text_tokens,
@@ -64,7 +64,7 @@ pytestmark = pytest.mark.once
 )
 def test_inflated_target_has_the_logits_of_the_small_target(model: dict[str, Any], larger: dict[str, int]) -> None:
     small, wanted = target(**model), replace(SIZES, **larger)
-    large, none = inflate_pair(small, wanted)
+    large, none = grow_pair(small, wanted)
     assert none is None and large.head is not None
     layers = wanted.num_layers
     assert {name: getattr(large.config, name) for name in sizes_of(wanted)} == sizes_of(wanted)
@@ -87,7 +87,7 @@ def test_inflated_target_in_bfloat16_has_about_the_logit_error_of_the_small_targ
     """Small and inflated bfloat16 targets round differently, so each is compared with the float32 target."""
     small, _ = byte_models()
     rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), small)
-    large, _ = inflate_pair(small, replace(BYTE_SIZES, hidden_size=128), dtype="bfloat16")
+    large, _ = grow_pair(small, replace(BYTE_SIZES, hidden_size=128), dtype="bfloat16")
     assert {leaf.dtype for leaf in jax.tree.leaves(large)} == {jnp.dtype("bfloat16")}
     exact, own, logits = (np.asarray(run_texts(model, text_tokens()).logits) for model in (small, rounded, large))
     assert logits[..., 256:].max() < exact.min() - 100
@@ -147,7 +147,7 @@ def test_inflated_target_with_one_padding_rule_broken_has_other_logits(
     where, name, instead, seen = STEPS[step]
     monkeypatch.setattr(where, name, instead)
     small = target()
-    large, _ = inflate_pair(small, SIZES)
+    large, _ = grow_pair(small, SIZES)
     match = compare(small, large, (2, 3, 4), (2, 6, 9), tokens())
     assert not match.same
     assert match.margin < 100 if seen == "margin" else getattr(match, seen) > 10 * TOLERANCE, match
@@ -190,7 +190,7 @@ EAGLE31 = dict(num_layers=2, fc_norm=True, norm_output=True)
 def test_inflated_head_has_the_logits_of_the_small_head(vocab: int | None, config: dict[str, Any]) -> None:
     model = target()
     head = head_of(model, **config)
-    large, large_head = inflate_pair(model, replace(SIZES, draft_vocab_size=vocab), head=head)
+    large, large_head = grow_pair(model, replace(SIZES, draft_vocab_size=vocab), head=head)
     assert large_head is not None and large_head.config.draft_vocab_size == (vocab or DRAFTED)
     states, new_states = head.config.states_of(LAYERS), large_head.config.states_of(12)
     features, new_features = (run_texts(m, tokens(), at).features for m, at in ((model, states), (large, new_states)))
@@ -213,7 +213,7 @@ def short_pairs() -> list[tuple[Model, EagleHead]]:
     """Small and inflated embedded pair without the target's last three layers, which compile faster."""
     whole, head = byte_models()
     model = whole.replace(layers=whole.layers[:5], config=whole.config.resized(num_layers=5))
-    large, large_head = inflate_pair(model, replace(BYTE_SIZES, num_layers=6), head=head, feature_layers=(2, 5, 6))
+    large, large_head = grow_pair(model, replace(BYTE_SIZES, num_layers=6), head=head, feature_layers=(2, 5, 6))
     assert large_head is not None
     return [(model, head), (large, large_head)]
 
@@ -264,7 +264,7 @@ def test_inflated_head_with_other_feature_layers_keeps_or_moves_them_as_requeste
     model = target()
     head = head_of(model, feature_layers=(1, 5, LAYERS))
     for wanted, expected in ((None, (1, 5, LAYERS)), ((3, 8, 10), (3, 8, 10))):
-        large, large_head = inflate_pair(model, SIZES, head=head, feature_layers=wanted)
+        large, large_head = grow_pair(model, SIZES, head=head, feature_layers=wanted)
         assert large_head is not None and large_head.config.feature_layers == expected
         match = compare(model, large, (1, 5, LAYERS), expected, tokens())
         assert match.same, match

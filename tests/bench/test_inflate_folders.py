@@ -16,6 +16,7 @@ from convert import hub
 from jspec import Eagle3, Model, Tree
 from jspec.__main__ import main
 from jspec.models.weights.quantize import quantize_weights
+from jspec.tools.bench.inflate.convert import grow_pair
 from jspec.tools.bench.inflate.grow import UNPADDED
 from tests.support import byte_pair, tiny
 from tests.support.inflating import (
@@ -26,7 +27,6 @@ from tests.support.inflating import (
     byte_models,
     compare,
     head_of,
-    inflate_pair,
     large_pair,
     target,
     text_tokens,
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.once
 
 def refused(**changes: Any) -> Callable[[], Any]:
     """Return a function that inflates a target and its head to other sizes, which must raise."""
-    return lambda: inflate_pair(target(), replace(SIZES, **changes), head=head_of(target()))
+    return lambda: grow_pair(target(), replace(SIZES, **changes), head=head_of(target()))
 
 
 def refused_head(**changes: Any) -> Callable[[], Any]:
@@ -48,7 +48,7 @@ def refused_head(**changes: Any) -> Callable[[], Any]:
         head = head_of(target()).replace(**fields)
         if "fc" in fields:
             changes["feature_layers"] = (LAYERS,)
-        return inflate_pair(target(), SIZES, head=head.replace(config=head.config.resized(**changes)))
+        return grow_pair(target(), SIZES, head=head.replace(config=head.config.resized(**changes)))
 
     return attempt
 
@@ -72,15 +72,15 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         for flag in UNPADDED
     },
     "target with head norms": (
-        lambda: inflate_pair(tiny.model(VOCAB, layers=LAYERS, qk_norm="head"), SIZES),
+        lambda: grow_pair(tiny.model(VOCAB, layers=LAYERS, qk_norm="head"), SIZES),
         "inflate: expected a target with Llama's layers, got llama layers with more",
     ),
     "normed features and more draft tokens": (
-        lambda: inflate_pair(target(), SIZES, head=head_of(target(), norm_output=True)),
+        lambda: grow_pair(target(), SIZES, head=head_of(target(), norm_output=True)),
         "draft_vocab_size: expected 12, as before, for a head that norms its features .* take --draft-vocab 12",
     ),
     "normed states of another width": (
-        lambda: inflate_pair(
+        lambda: grow_pair(
             target(),
             SIZES,
             head=head_of(target(), fc_norm=True, hidden_size=8).replace(embed=jnp.zeros((VOCAB, 8))),
@@ -90,24 +90,24 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "no fc": (refused_head(fc=None, fuse=False), "got no fc"),
     "shared output": (refused_head(head=None, draft_vocab_size=VOCAB), "got the target's output head"),
     "masked last state": (
-        lambda: inflate_pair(target(), SIZES, head=head_of(target(), feature_layers=(1, 2, LAYERS + 1))),
+        lambda: grow_pair(target(), SIZES, head=head_of(target(), feature_layers=(1, 2, LAYERS + 1))),
         "got the state after the final norm",
     ),
     "states": (
-        lambda: inflate_pair(target(), SIZES, head=head_of(target()), feature_layers=(1, 6, 9)),
+        lambda: grow_pair(target(), SIZES, head=head_of(target()), feature_layers=(1, 6, 9)),
         "2 of 7 -> 1 of 12",
     ),
     "number of states": (
-        lambda: inflate_pair(target(), SIZES, feature_layers=(1, 6)),
+        lambda: grow_pair(target(), SIZES, feature_layers=(1, 6)),
         r"feature_layers: expected a state for each of \(2, 3, 4\), got \(1, 6\)",
     ),
     "quantised": (
-        lambda: inflate_pair(quantize_weights(target(), "int8"), SIZES),
+        lambda: grow_pair(quantize_weights(target(), "int8"), SIZES),
         "expected unquantised weights, got int8",
     ),
-    "method": (lambda: inflate_pair(target(), SIZES, head=tiny.eagle1_head(target())), "expected a head of method"),
+    "method": (lambda: grow_pair(target(), SIZES, head=tiny.eagle1_head(target())), "expected a head of method"),
     "another target's head": (
-        lambda: inflate_pair(target(), SIZES, head=head_of(tiny.model(41, layers=LAYERS))),
+        lambda: grow_pair(target(), SIZES, head=head_of(tiny.model(41, layers=LAYERS))),
         "the target needs 40, the head has 41",
     ),
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from jspec import Tree
 from jspec.__main__ import main
 from jspec.tools.bench import report
 from jspec.tools.bench.cli import COMMANDS, GONE
-from jspec.tools.bench.report import Column, Command, Report
+from jspec.tools.bench.report import Column, Report
 from jspec.tools.command_line import make_parser
 
 pytestmark = pytest.mark.once
@@ -62,20 +61,14 @@ def test_report_command_prints_table_and_writes_json_result_by_result(
 ) -> None:
     path, seen = tmp_path / "out.json", []
 
-    def run(arguments: argparse.Namespace) -> Report:
-        def measured() -> Iterator[ReportedResult]:
-            yield RESULTS[0]
-            seen.append((capsys.readouterr(), json.loads(path.read_text())["results"]))
-            yield from RESULTS[1 : arguments.count]
+    def measured() -> Iterator[ReportedResult]:
+        seen.append((capsys.readouterr(), []))
+        yield RESULTS[0]
+        seen.append((capsys.readouterr(), json.loads(path.read_text())["results"]))
+        yield from RESULTS[1:2]
 
-        return Report("what", measured(), "after", {"seed": 3})
-
-    parser = argparse.ArgumentParser()
-    options = [report.option("--count", type=int, help="number of results; default: all")]
-    Command("measure", "help", run, options).add_to(parser.add_subparsers())
-    arguments = parser.parse_args(["measure", "--count", "2", "--json", str(path)])
-    assert arguments.run(arguments) == 0
-    assert seen == [(("", "none 25%\n"), PLAIN[:1])]
+    assert report.measure(Report("what", measured(), "after", {"seed": 3}, count=2), path) == 0
+    assert seen == [(("", "what\n"), []), (("", "row  tree  share\n1 of 2  none  25%\n"), PLAIN[:1])]
     printed, written = capsys.readouterr().out.splitlines(), json.loads(path.read_text())
     assert printed[0] == f"what; {report.environment_text()}" and printed[-1] == "after" and len(printed) == 6
     assert written == {"environment": report.environment(), "seed": 3, "results": PLAIN}
@@ -102,11 +95,13 @@ def parser_of(command: str) -> Any:
     """Return the parser of a subcommand of `jspec bench`."""
     parser: Any = make_parser()
     for name in ("bench", command):
+        parser.format_help()  # declares the options
         parser = next(one for one in parser._actions if one.choices and name in one.choices).choices[name]
+    parser.format_help()
     return parser
 
 
-@pytest.mark.parametrize("command", [command.name for command in COMMANDS])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_bench_option_of_every_command_has_help_with_its_default(command: str) -> None:
     parser = parser_of(command)
     assert len(parser._actions) > 5

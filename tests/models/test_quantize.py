@@ -25,8 +25,8 @@ from jspec.models.weights.quantize import NAMES, check_device, quantize_weights,
 from jspec.step.memory import tree_bytes
 from jspec.tools import check_head
 from jspec.tools.bench import random_models as shapes
-from jspec.tools.convert import STORED
 from jspec.tools.convert import main as convert_main
+from jspec.tools.convert_command import STORED
 from jspec.tools.info import describe
 from jspec.tools.replay import run_texts
 from jspec.tools.testing import last_logits

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 
+import jspec
+from jspec.engine.input import grammar_input
 from jspec.server.http.settings import Settings, digest_of
 from jspec.server.routes.service import GRAMMAR_SECONDS
 from tests.support import serving
@@ -74,7 +77,7 @@ def test_each_of_several_keys_opens_all_routes_and_others_open_health_alone() ->
         with server.http() as http:
             paths = ("/v1/models", "/metrics", "/stats", "/tokenize", "/nope", "/v1/models/tiny", "/health/")
             assert [http.get(path).status_code for path in paths] == [401] * len(paths)
-            assert http.get("/health").status_code == 200
+            assert [http.get(path).status_code for path in ("/health", "/ping")] == [200, 200]
         with pytest.raises(openai.AuthenticationError):
             server.client(api_key="wrong").models.list()
 
@@ -326,6 +329,60 @@ def test_metrics_count_requests_and_tokens(server: serving.Running) -> None:
     assert stats["slots"] == serving.SLOTS and stats["running"] == stats["waiting"] == 0
     assert 0 <= stats["pages_used"] <= stats["pages_total"]
     assert stats["acceptance_by_position"] == serving.engine().metrics.acceptance_per_position
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+SAID = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 9}
+NAMED_SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("completions", {"prompt": "a", "response_format": NAMED_SCHEMA}, "response_format"),
+        ("completions", {"prompt": "a", "structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ("chat/completions", {**SAID, "response_format": {"type": "json_object"}}, "response_format"),
+        ("chat/completions", {**SAID, "structured_outputs": {"json": SCHEMA}}, "structured_outputs"),
+        ("responses", {"input": "a", "text": {"format": {"type": "json_object"}}}, "text"),
+        ("messages", {**SAID, "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}, "output_config"),
+    ],
+)
+def test_missing_grammar_library_is_an_error_of_the_field_that_asks_for_a_grammar(
+    server: serving.Running, path: str, body: dict[str, Any], field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(*arguments: Any, **options: Any) -> None:
+        raise ImportError("expected the library outlines_core, which is not installed")
+
+    for name in ("compile_grammar", "compile_lark"):
+        monkeypatch.setattr(grammar_input, name, missing)
+    with server.http() as http:
+        answer = http.post(f"/v1/{path}", json={"model": serving.NAME, **body})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["message"].startswith(f"{field}: expected the library") or error["message"].startswith(f"{field}.")
+    assert path == "messages" or error["param"].partition(".")[0] == field
+
+
+def test_version_is_the_packages_and_models_were_created_when_the_server_was() -> None:
+    before = int(time.time())
+    with serving.running() as server, server.http() as http:
+        (model,) = server.client().models.list().data
+        assert before <= model.created <= time.time()
+        assert http.get("/version").json() == {"version": jspec.__version__}
+
+
+def test_log_at_level_info_leaves_out_what_pages_and_probes_poll(
+    server: serving.Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    paths = ("/health", "/ping", "/metrics", "/stats", "/version")
+    for level, wanted in ((logging.DEBUG, paths), (logging.INFO, ("/version",))):
+        caplog.clear()
+        with server.http() as http, caplog.at_level(level, logger="jspec.server"):
+            for path in paths:
+                http.get(path)
+            serving.wait_until(lambda: "/version" in caplog.text)
+        lines = [record.getMessage() for record in caplog.records if record.name == "jspec.server"]
+        assert [line.split()[1] for line in lines] == list(wanted)
 
 
 def test_log_has_no_text_unless_asked_for(server: serving.Running, caplog: pytest.LogCaptureFixture) -> None:

@@ -76,6 +76,44 @@ def test_break_off_shows_the_targets_token_the_drafts_best_and_their_probabiliti
     assert browser.eval(rows)[1:] == [["The target's token", "·cow", "not among its 2", "–", "61%"], best]
 
 
+def test_round_of_a_chain_and_round_that_ends_the_answer_show_no_row_without_a_question(
+    browser: Browser, stub: Stub
+) -> None:
+    chain = dict(t=["x", " a", "</s>"], p=[-1, 0, 1], s=[0.0, -0.1, -0.5])
+    stub.rounds = [chain | dict(a=[0], e=[" b"], d=[False]), chain | dict(a=[0, 1, 2], e=["", ""], d=[True, True])]
+    run(browser)
+    assert "emitted no text" in browser.eval("$('outcome').textContent")
+    assert browser.eval("document.querySelectorAll('#outcome table').length") == 0
+    browser.press("ArrowLeft")
+    settle(browser)
+    assert browser.eval("document.querySelector('#outcome tr:nth-child(2)').cells[2].textContent") == "not drafted"
+
+
+def test_tree_on_a_phone_begins_at_the_root(browser: Browser, stub: Stub) -> None:
+    browser.resize(390, 844)
+    settle(browser)
+    assert browser.eval("$('canvas').scrollLeft") == 0, "the example"
+    run(browser)
+    for index in range(len(stub.rounds)):
+        browser.eval(f"choose(runs[0], {index})")
+        settle(browser)
+        assert browser.eval("$('canvas').scrollLeft") == 0
+
+
+def test_replay_shows_every_round_with_the_text_up_to_it_and_ends_with_a_choice(browser: Browser, stub: Stub) -> None:
+    run(browser)
+    hidden = "document.querySelectorAll('.later').length"
+    browser.eval("[...document.querySelectorAll('footer button')].find((b) => b.textContent === 'Replay').click()")
+    assert shown(browser) < len(stub.rounds) - 1 and browser.eval(hidden) > 0
+    browser.wait(f"$('slider').valueAsNumber === {len(stub.rounds)}")
+    browser.wait(f"{hidden} === 0")
+    browser.eval("replay(runs[0])")
+    browser.press("ArrowRight")
+    index = shown(browser)
+    assert browser.eval(f"{hidden} === 0 && new Promise((done) => setTimeout(() => done(true), 3 * BEAT))")
+    assert shown(browser) == index
+
+
 # -- text
 
 

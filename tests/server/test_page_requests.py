@@ -246,7 +246,7 @@ def test_page_shows_trees_of_60_nodes_of_the_demo_pair(browser: Browser) -> None
     options = {**demo.OPTIONS, "controls": True}
     with (
         Engine.from_pretrained(demo.TARGET, drafter=head, **options) as engine,
-        serving.running(engine, live=True) as server,
+        serving.running(engine, live=True, names=(demo.NAME,)) as server,
     ):
         engine.generate(["x"], max_tokens=4, trace=True, logprobs=5)
         engine.generate(["x"], max_tokens=4, trace=True, logprobs=5, draft=False)

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from convert import orbax
 from jspec import Model
 from jspec.draft.eagle_head import EagleHead
 from jspec.models.parts.rope import Rope
@@ -89,26 +88,6 @@ def compare(small: Model, large: Model, states: tuple[int, ...], new_states: tup
     )
 
 
-def inflate_pair(
-    small: Model,
-    sizes: GrownSizes,
-    *,
-    head: EagleHead | None = None,
-    feature_layers: tuple[int, ...] | None = None,
-    dtype: str = "float32",
-) -> tuple[Model, EagleHead | None]:
-    """Inflate a target and its head in memory; the arguments are those of `grow.plan`."""
-    made = grow.plan(small, sizes, head=head, feature_layers=feature_layers, dtype=dtype)
-
-    def tree(batches: inflate.Batches) -> dict[str, Any]:
-        return orbax.unflatten({name: array for batch in batches for name, array in batch.items()})
-
-    large = Model.from_weights(made.target.new, tree(inflate.target_batches(small, made)))
-    if head is None or made.head is None:
-        return large, None
-    return large, EagleHead.from_weights(made.head.new, tree(inflate.head_batches(head, made.head, made.target)))
-
-
 @cache
 def byte_models() -> tuple[Model, EagleHead]:
     return tiny.load_target(byte_pair.TARGET), tiny.load_head(byte_pair.HEAD)
@@ -117,7 +96,7 @@ def byte_models() -> tuple[Model, EagleHead]:
 @cache
 def large_pair() -> tuple[Model, EagleHead]:
     small, head = byte_models()
-    large, large_head = inflate_pair(small, BYTE_SIZES, head=head)
+    large, large_head = inflate.grow_pair(small, BYTE_SIZES, head=head)
     assert large_head is not None
     return large, large_head
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import io
+import json
 import re
+import shutil
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +15,8 @@ import pytest
 from jspec import Engine, SamplingParams
 from jspec.__main__ import main
 from jspec.engine.request.request import Chunk
-from jspec.tools import chat, colour, generate
+from jspec.tools import chat, colour, demo, generate
+from jspec.tools.speed_meter import SpeedMeter
 from tests.support import lettered, tool_serving
 
 pytestmark = pytest.mark.once
@@ -89,12 +93,14 @@ def test_chat_prints_speed_and_acceptance_after_each_answer(engine: Engine, monk
 
 
 def test_chat_ctrl_c_stops_the_answer_and_keeps_its_beginning(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, stream = completed(engine, "ab"), engine.stream
+    whole, stream = completed(engine, "ba", LONG), engine.stream
     stopped: list[bool] = []
 
     def interrupted(prompt: Any, params: SamplingParams) -> Iterator[Chunk]:
         try:
-            yield next(stream(prompt, params))
+            chunks = stream(prompt, params)
+            yield next(chunks)
+            yield next(chunks)
             raise KeyboardInterrupt
         finally:
             stopped.append(True)
@@ -102,7 +108,7 @@ def test_chat_ctrl_c_stops_the_answer_and_keeps_its_beginning(engine: Engine, mo
     monkeypatch.setattr(engine, "stream", interrupted)
     out = io.StringIO()
     talk = chat.ChatSession(engine, GREEDY, None, out)
-    say(monkeypatch, KeyboardInterrupt, "ab", KeyboardInterrupt)
+    say(monkeypatch, KeyboardInterrupt, "ba", KeyboardInterrupt)
     talk.run()
     answer = talk.messages[-1]["content"]
     assert whole.startswith(answer) and len(answer) < len(whole)
@@ -169,18 +175,70 @@ def test_chat_command_reads_options_and_runs_until_the_end_of_the_input(
     assert made == [GREEDY]
 
 
-def test_chat_command_without_a_chat_template_names_what_to_do_and_exits_2(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+def test_chat_ctrl_c_before_the_first_token_leaves_no_counters_and_no_message(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert main(["chat", "--target", "demo"]) == 2
+    def interrupted(prompt: Any, params: SamplingParams) -> Iterator[Chunk]:
+        raise KeyboardInterrupt
+        yield
+
+    monkeypatch.setattr(engine, "stream", interrupted)
+    out = io.StringIO()
+    talk = chat.ChatSession(engine, GREEDY, "1", out)
+    say(monkeypatch, "ab")
+    talk.run()
+    assert out.getvalue() == f"{chat.HELP}\n (stopped)\n\n"
+    assert talk.messages == [{"role": "system", "content": "1"}]
+
+
+@pytest.fixture
+def bare(tmp_path: Path) -> Path:
+    """Copy the embedded target without its chat template."""
+    folder = tmp_path / "bare"
+    shutil.copytree(demo.TARGET, folder)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": None}))
+    return folder
+
+
+def test_chat_command_without_a_chat_template_names_what_to_do_and_exits_2(
+    bare: Path, capsys: pytest.CaptureFixture
+) -> None:
+    assert main(["chat", "--target", str(bare)]) == 2
     error = capsys.readouterr().err
     assert "no chat template" in error and "jspec generate" in error and error.count("\n") == 1
+    assert "--chat-template FILE" in error
+
+
+@pytest.mark.parametrize("command", ["chat", "serve", "generate --system a"])
+def test_chat_template_option_replaces_the_targets_template_or_adds_one(
+    command: str, bare: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    rendered: list[str] = []
+
+    def render(arguments: Any, tokenizer: Any, **options: Any) -> Engine:
+        roles = ("user", "def f():"), ("assistant", "    pass"), ("user", "def g():")
+        ids = tokenizer.chat([{"role": role, "content": text} for role, text in roles])
+        rendered.append(tokenizer.decode(ids))
+        raise ValueError("stop here")
+
+    monkeypatch.setattr(generate, "make_engine", render)
+    file = bare / "mine.jinja"
+    file.write_text("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]")
+    for target, template in (("demo", []), ("demo", [str(file)]), (str(bare), [str(file)])):
+        words = ["--target", target, *(["--chat-template"] * len(template)), *template]
+        more = {"serve": ["--port", "0"], "generate": ["def"]}.get(command.split()[0], [])
+        assert main([*command.split(), *words, *more]) == 2
+    written = "[user]def f():[assistant]    pass[user]def g():[assistant]"
+    assert rendered == ["def f():\n    pass\ndef g():", written, written]
+    assert main(["chat", "--target", "demo", "--tokenizer", "bytes", "--chat-template", str(file)]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("jspec: --chat-template: expected a tokenizer")
 
 
 @pytest.mark.parametrize(("tokens", "is_cut"), [(9, False), (9999, True)])
 def test_speed_meter_says_whether_the_engines_length_ended_the_text(tokens: int, is_cut: bool) -> None:
     engine = lettered.paper_chain()
-    meter = generate.SpeedMeter(engine)
+    meter = SpeedMeter(engine, tokens)
     for _ in meter.watch(engine.stream("ab", max_tokens=tokens, temperature=0.0, ignore_eos=True)):
         pass
-    assert meter.line().endswith(f", ended by max_len={engine.config.max_len}") == is_cut
+    assert meter.line().endswith(f"; ended by max_len {engine.config.max_len}") == is_cut

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import ast
 import io
+import re
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
-from jspec import Engine, SamplingParams
+from jspec import Engine, Model, SamplingParams
 from jspec.__main__ import main
 from jspec.engine.request.request import Chunk
 from jspec.tools import colour, demo
 from jspec.tools.command_line import make_parser
+from jspec.tools.testing import last_logits
 
 pytestmark = pytest.mark.once
 
@@ -37,7 +40,8 @@ def engines() -> Iterator[dict[bool, Engine]]:
 def printed(engines: dict[bool, Engine]) -> str:
     out = io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(demo, "engine", lambda *, drafted: nullcontext(engines[drafted]))
+        patch.setattr(demo, "engine", lambda *, drafted, target: nullcontext(engines[drafted]))
+        patch.setattr(demo, "widened", lambda: None)
         assert demo.run(out) == 0
     return out.getvalue()
 
@@ -51,30 +55,42 @@ def test_demo_without_terminal_prints_the_plain_text_and_the_share_of_drafted_to
     _, result = printed.split("cut after ")
     assert result.startswith(f"{demo.TOKENS} tokens, of which ")
     share = int(result.split("of which ")[1].split("%")[0]) / 100
-    length = float(printed.split(f"EAGLE-3 chain of {demo.LENGTH}")[1].split("\n")[0].split()[-1])
-    assert share == pytest.approx(1 - 1 / length, abs=0.02), "each round adds one token of the target's own"
+    (passes,) = re.findall(r"EAGLE-3 chain of 3 +(\d+)  =", printed)
+    assert share == pytest.approx(1 - int(passes) / demo.TOKENS, abs=0.02), "each round adds one token of the target's"
 
 
-def test_demo_prints_speed_ups_the_verdict_and_next_commands(printed: str) -> None:
-    heading, _, plain, drafted, *explanation, _, verdict, _, next_, one, two, three = printed.splitlines()[-14:]
-    assert heading.split() == ["tokens/s", "speed-up", "rounds", "mean", "acceptance", "length"]
-    name, *plain_cells = plain.split()
-    speed, ratio, rounds, length = drafted.strip().removeprefix(f"EAGLE-3 chain of {demo.LENGTH}").split()
-    assert (name, plain_cells[1:]) == ("plain", ["1.0x", str(demo.TOKENS - 1), "1.00"])
-    fast, slow = float(speed), float(plain_cells[0])  # rounded to whole numbers, as the ratio is to tenths
-    assert (fast - 0.5) / (slow + 0.5) - 0.05 <= float(ratio.removesuffix("x")) <= (fast + 0.5) / (slow - 0.5) + 0.05
-    cut = float(length) * int(rounds) - (demo.TOKENS - 1)
-    assert -0.2 < cut < demo.LENGTH + 0.2, "the limit of tokens may cut the last round; the length has two decimals"
-    assert "\n".join(explanation) == demo.EXPLANATION
-    assert verdict == "identical output: lossless"
-    assert "\n".join([next_, one, two, three]) == demo.NEXT
+def test_demo_prints_passes_as_bars_then_speeds_then_the_verdict_and_next_commands(printed: str) -> None:
+    after = printed.split("drafted and accepted\n\n")[1]
+    passes, explanation, speeds, verdict, next_ = after.split("\n\n")
+    heading, plain, drafted = passes.splitlines()
+    many, few = map(int, re.fullmatch(r"forward passes of the target: (\d+) -> (\d+)", heading).groups())  # type: ignore[union-attr]
+    assert many == demo.TOKENS - 1 and many / few == pytest.approx(3, abs=0.5)
+    assert plain.split() == ["plain", str(many), "=" * demo.BAR]
+    assert drafted.split()[-2:] == [str(few), "=" * round(demo.BAR * few / many)]
+    title, columns, _, slow, fast = speeds.splitlines()
+    assert title == f"speed on this CPU, the best of {demo.RUNS} runs in turns:"
+    assert columns.split() == ["tokens/s", "speed-up", "tokens", "per", "pass"]
+    assert slow.split()[0] == "plain" and slow.split()[2:] == ["1.0x", "1.00"]
+    speed, ratio, length = fast.split()[-3:]
+    assert float(ratio.removesuffix("x")) == pytest.approx(int(speed) / int(slow.split()[1]), rel=0.1)
+    assert -0.2 < float(length) * few - many < demo.LENGTH, "the limit of tokens may cut the last round"
+    assert (explanation, verdict, next_.rstrip()) == (demo.EXPLANATION, "identical output: lossless", demo.NEXT)
+    assert max(map(len, printed.splitlines())) <= 80
+    lines = [line for line in printed.split(" ...\n")[0].splitlines() if line.strip()]
+    assert len(lines) == len(set(lines)), "the text does not repeat"
+
+
+def test_widened_target_has_the_logits_of_the_embedded_target() -> None:
+    small, large = Model.from_pretrained(demo.TARGET, dtype="float32"), demo.widened()
+    assert large.config.layers[0].mlp.width == demo.WIDTH > small.config.layers[0].mlp.width  # type: ignore[union-attr]
+    np.testing.assert_allclose(last_logits(large, range(1, 40)), last_logits(small, range(1, 40)), atol=1e-3)
 
 
 def test_demo_output_recommends_commands_that_parse() -> None:
     commands = [line.split()[1:] for line in demo.NEXT.splitlines() if line.startswith("  jspec ")]
-    assert [words[0] for words in commands] == ["generate", "chat"]
+    assert [words[0] for words in commands] == ["serve", "generate", "chat"]
     for words in commands:
-        make_parser().parse_args(words if words[0] == "chat" else [*words[:5], "prompt"])
+        make_parser().parse_args([*words[:5], "prompt"] if words[0] == "generate" else words)
 
 
 def test_demo_on_a_terminal_prints_a_legend_and_colours(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +98,9 @@ def test_demo_on_a_terminal_prints_a_legend_and_colours(monkeypatch: pytest.Monk
     chunks = [Chunk("ab", [97, 98], [True, False], pieces=["a", "b"]), Chunk("c", [99], [False], pieces=["c"])]
     out = DemoTerminal()
     demo._print_completion(SimpleNamespace(stream=lambda prompt, params: chunks), SamplingParams(), out)  # type: ignore[arg-type]
-    assert out.getvalue().startswith(colour.legend())
+    assert out.getvalue().startswith(
+        f"{colour.COLOUR}cyan: drafted and accepted{colour.RESET}; plain: the target's own"
+    )
     assert f"{demo.PROMPT}{colour.COLOUR}a{colour.RESET}bc ...\n" in out.getvalue()
 
 
@@ -100,13 +118,16 @@ def test_target_ends_functions_and_classes_that_it_writes_greedily(engines: dict
 
 def test_info_command_demo_describes_target_and_heads(capsys: pytest.CaptureFixture) -> None:
     assert main(["info", "demo"]) == 0
-    eagle, dflash, target, eagle_fit, dflash_fit = capsys.readouterr().out.split("\n\n")
+    eagle, dflash, target, eagle_fit, dflash_fit, kernels = capsys.readouterr().out.split("\n\n")
     assert "model: EAGLE-3.1 head" in eagle and "model: DFlash head" in dflash and "model: llama, 7 layers" in target
     for head, fit in ((demo.HEAD, eagle_fit), (demo.DFLASH, dflash_fit)):
         name, *lines = fit.splitlines()
         assert name == f"{head}:" and "fits: target hidden size: 256" in lines and "mismatch" not in fit
     assert "states 3, 5, 7 of" in eagle_fit and "states 3, 5, 6 of" in dflash_fit
-    assert dflash_fit.splitlines()[-1].startswith("kernels: references on cpu")
+    assert kernels.startswith("kernels on this machine: references on cpu")
+    assert [("tokenizer: " in text, "EOS ids: " in text) for text in (eagle, dflash, target)] == [
+        (False, False)
+    ] * 2 + [(True, True)]
     assert main(["info", str(demo.HEAD)]) == 0
     head = capsys.readouterr().out
     assert "EAGLE-3" in head and "llama" not in head

@@ -18,7 +18,7 @@ from jspec.__main__ import main
 from jspec.draft.auto import load_drafter
 from jspec.engine.request.request import Chunk
 from jspec.step.executables import Executables
-from jspec.tools import command_line, demo, generate, serve
+from jspec.tools import command_line, demo, generate, serve, speed_meter
 from tests.support import engines, lettered, paper
 
 pytestmark = pytest.mark.once
@@ -289,9 +289,36 @@ def test_speed_meter_does_not_count_the_compilation_of_the_rounds(monkeypatch: p
         return clock[0]
 
     monkeypatch.setattr(engine.core.runner, "compile", slow)
-    monkeypatch.setattr(generate.time, "perf_counter", now)
-    meter = generate.SpeedMeter(engine)
+    monkeypatch.setattr(speed_meter.time, "perf_counter", now)
+    meter = speed_meter.SpeedMeter(engine, 12)
     for _ in meter.watch(engine.stream("ab{", max_tokens=12, temperature=0.0, ignore_eos=True)):
         pass
     (speed,) = re.findall(r"([\d.]+) tokens/s", meter.line())
     assert float(speed) > 0.1
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "prompt", "is_cut"),
+    [
+        (engines.MAX_LEN, "ab{", True),
+        (None, "ab{", True),
+        (12, "ab{", False),
+        (engines.MAX_LEN - 4, "ab{", False),
+    ],
+)
+def test_speed_line_says_that_max_len_ended_an_answer(max_tokens: int | None, prompt: str, is_cut: bool) -> None:
+    options: dict[str, Any] = dict(slots=2, max_len=engines.MAX_LEN, prefill_buckets=(8,), controls=False)
+    with paper.make(engines.target(), tokenizer=lettered.tokenizer(), **options) as engine:
+        for n in (1, 2):
+            meter = speed_meter.SpeedMeter(engine, max_tokens)
+            for _ in meter.watch(engine.stream(prompt, n=n, max_tokens=max_tokens, temperature=0.0, ignore_eos=True)):
+                pass
+            assert meter.line().endswith(f"; ended by max_len {engines.MAX_LEN}") == is_cut
+
+
+def test_generate_command_with_a_regex_and_without_its_library_says_so_before_it_looks_for_the_model(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "outlines_core", None)
+    assert main(["generate", "--target", "no/such/folder", "--regex", "a+", "prompt"]) == 2
+    assert "outlines_core, which is not installed" in capsys.readouterr().err

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from importlib import metadata
 
@@ -11,7 +14,7 @@ import pytest
 
 import jspec
 from jspec.__main__ import main
-from jspec.tools import convert
+from jspec.core.config import EngineConfig
 from jspec.tools.command_line import make_parser
 from jspec.tools.parser import EXAMPLES, Parser
 
@@ -19,13 +22,13 @@ pytestmark = pytest.mark.once
 
 
 def parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
-    """Yield a parser and the parsers of all its subcommands, except `convert`, which prints its own help."""
+    """Yield a parser and the parsers of all its subcommands, with their options."""
+    parser.format_help()  # declares them
     yield parser
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
-            for name, inner in action.choices.items():
-                if name != "convert":
-                    yield from parsers(inner)
+            for inner in action.choices.values():
+                yield from parsers(inner)
 
 
 def options(parser: argparse.ArgumentParser) -> list[argparse.Action]:
@@ -34,6 +37,11 @@ def options(parser: argparse.ArgumentParser) -> list[argparse.Action]:
 
 ALL = {parser.prog: parser for parser in parsers(make_parser())}
 OURS = list(ALL)
+ANSWERED = ["--version", "nonsense", *(f"{prog.removeprefix('jspec').strip()} --help" for prog in OURS)]
+ANSWERED += [
+    f"{command} --nonsense" for command in ("demo", "generate", "chat --target a", "serve", "info", "convert a b")
+]
+ANSWERED += ["generate --target a --model b", "train --lr x", "bench serve --num-requests 5", "bench startup"]
 
 
 @pytest.mark.parametrize("prog", OURS)
@@ -52,6 +60,17 @@ def test_help_of_each_command_states_every_default(prog: str, monkeypatch: pytes
             assert f"; default: {shown}\n" in text or "default: " in (action.help or "")
 
 
+@pytest.mark.parametrize("command", ["generate", "chat", "serve"])
+def test_help_of_long_commands_has_groups_and_the_engines_defaults_in_numbers(command: str) -> None:
+    parser = ALL[f"jspec {command}"]
+    sizes = {group.title: len(group._group_actions) for group in parser._action_groups if group._group_actions}
+    assert {"target", "drafter", "weights and caches", "devices and processes"} < set(sizes)
+    assert ("sampling" in sizes) == (command != "serve") and max(sizes.values()) <= 20
+    text = " ".join(parser.format_help().split())
+    assert f"default: {EngineConfig().max_len}, or the target's" in text and "the engine's" not in text
+    assert (f"default: {EngineConfig().memory_fraction}" in text) == (command == "serve")
+
+
 @pytest.mark.parametrize("prog", ALL)
 def test_help_of_each_command_ends_with_two_examples_that_parse(prog: str) -> None:
     *_, heading, first, second = ALL[prog].format_help().splitlines()
@@ -62,9 +81,7 @@ def test_help_of_each_command_ends_with_two_examples_that_parse(prog: str) -> No
 
 
 def test_help_examples_belong_to_existing_commands() -> None:
-    assert set(EXAMPLES) == {*ALL, "jspec convert"}
-    for line in EXAMPLES["jspec convert"]:
-        convert._parser().parse_args(shlex.split(line)[1:])
+    assert set(EXAMPLES) == set(ALL)
 
 
 def test_help_of_an_option_with_a_percent_sign_and_a_list_prints_both(capsys: pytest.CaptureFixture) -> None:
@@ -82,3 +99,38 @@ def test_version_option_prints_the_packages_version(capsys: pytest.CaptureFixtur
     assert all(part.isdecimal() for part in jspec.__version__.split("."))
     names = {one.metadata["Name"]: one.version for one in metadata.distributions()}
     assert names.get("jspec-decode", jspec.__version__) == jspec.__version__
+
+
+def test_help_version_and_wrong_arguments_are_answered_before_jax_is_imported() -> None:
+    code = (
+        "import contextlib, json, sys; from jspec.__main__ import main\n"
+        "for line in json.loads(sys.argv[1]):\n"
+        "    with contextlib.suppress(SystemExit): main(line.split())\n"
+        "    if 'jax' in sys.modules: sys.exit(f'after {line}')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, json.dumps(ANSWERED)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr.splitlines()[-1]
+    assert "jspec: argument command: invalid choice: 'nonsense'" in done.stderr, (
+        "negative control: the lines are parsed"
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        ("bench serve --num-requests 5", "jspec bench serve: unrecognized arguments: --num-requests 5"),
+        ("generate --target a --quiet b", "jspec generate: unrecognized arguments: --quiet"),
+        ("demo --slots 3", "jspec demo: unrecognized arguments: --slots 3"),
+        (
+            "convert a b --quantise int8",
+            "jspec convert: unrecognized arguments: --quantise int8; did you mean --quantize?",
+        ),
+    ],
+)
+def test_unknown_option_of_a_subcommand_names_the_help_of_that_subcommand(
+    line: str, error: str, capsys: pytest.CaptureFixture
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(line.split())
+    said = capsys.readouterr().err
+    assert said.startswith(error) and said.endswith(f"; see {error.partition(':')[0]} --help\n")

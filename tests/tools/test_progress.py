@@ -1,14 +1,27 @@
-"""Test the log lines that the command line shows while it loads and compiles."""
+"""Test what the command line shows while it loads and compiles: log lines, and bars that erase no text."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import logging
+import os
+import re
+import sys
+import termios
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from jspec.tools import progress
+from jspec import SamplingParams
+from jspec.core.progress import progress_bar
+from jspec.engine.request.metrics import Metrics
+from jspec.engine.request.request import Chunk
+from jspec.tools import chat, demo, generate, progress
+from jspec.tools.command_line import make_parser
 
 pytestmark = pytest.mark.once
 
@@ -47,3 +60,86 @@ def test_log_lines_after_an_error_restore_the_loggers() -> None:
         assert COMPILING.getEffectiveLevel() == logging.INFO
         raise ValueError
     assert [(one.level, one.propagate, list(one.handlers)) for one in (LOADING, COMPILING)] == before
+
+
+TEXT = "sys.argv[1:]\n    return argv, prog\n    and more"
+
+
+def compile_programs() -> None:
+    """Draw a bar in another thread, as an engine does."""
+
+    def draw() -> None:
+        with progress_bar(2, "compiling", "programs") as bar:
+            for _ in range(2):
+                bar.refresh()
+                bar.update()
+
+    thread = threading.Thread(target=draw)
+    thread.start()
+    thread.join()
+
+
+def compiling_stream(prompt: object, params: object) -> Iterator[Chunk]:
+    """Yield a text, with compilations before the first, second and fourth chunk."""
+    for number, piece in enumerate(re.findall(r"\S+|\s+", TEXT)):
+        if number in (0, 1, 3):
+            compile_programs()
+        yield Chunk(piece, [number], [number % 2 == 0], pieces=[piece])
+
+
+ENGINE: Any = SimpleNamespace(
+    stream=compiling_stream, metrics=Metrics(), tokenizer=SimpleNamespace(chat=lambda messages: [1])
+)
+
+
+def shown(raw: str) -> str:
+    """Return what a terminal shows after it got characters, without colours."""
+    lines, column = [""], 0
+    for part in re.findall(r"\033\[[\d;]*[A-Za-z]|.", raw, re.S):
+        line = lines[-1]
+        if part == "\r":
+            column = 0
+        elif part == "\n":
+            lines.append("")
+        elif part == "\033[K":
+            lines[-1] = line[:column]
+        elif not part.startswith("\033"):
+            lines[-1], column = line[:column].ljust(column) + part + line[column + 1 :], column + 1
+        else:
+            assert part.endswith("m"), part
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def demonstrate() -> None:
+    demo._print_completion(ENGINE, SamplingParams(), sys.stdout)
+
+
+def complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generate, "prepare", lambda arguments: None)
+    monkeypatch.setattr(generate, "make_engine", lambda *arguments: contextlib.nullcontext(ENGINE))
+    arguments = make_parser().parse_args(["generate", "--target", "a", "prompt"])
+    assert arguments.run(arguments) == 0
+
+
+def answer() -> None:
+    chat.ChatSession(ENGINE, SamplingParams(), None).answer("question")
+
+
+@pytest.mark.parametrize("command", [demonstrate, complete, answer])
+def test_progress_bars_on_the_terminal_of_the_text_erase_none_of_it(
+    command: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    master, slave = os.openpty()
+    termios.tcsetwinsize(slave, (40, 100))
+    monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
+    with open(slave, "w") as terminal:
+        monkeypatch.setattr(sys, "stdout", terminal)
+        monkeypatch.setattr(sys, "stderr", terminal)
+        command(*[monkeypatch] * (command is complete))
+        terminal.flush()
+        raw = os.read(master, 2**16).decode()
+    monkeypatch.undo()
+    os.close(master)
+    start = demo.PROMPT if command is demonstrate else ""
+    assert raw.count("compiling") >= 2, "negative control: bars were drawn"
+    assert f"\n{start}{TEXT}" in f"\n{shown(raw)}"

@@ -18,7 +18,6 @@ from jspec.core.config import EngineConfig
 from jspec.draft.formats import head_layers
 from jspec.models import families
 from jspec.models.families.llama import Llama
-from jspec.tools import convert
 from jspec.tools.command_line import make_parser
 
 pytestmark = pytest.mark.once
@@ -81,12 +80,8 @@ def parses(command: str) -> bool:
     """Return whether the command line accepts a command; of a command without arguments, whether it exists."""
     words = shlex.split(command)
     names = [word for word in words if re.fullmatch("[a-z]+", word)]
-    parser = convert._parser() if words[0] == "convert" else make_parser()
-    arguments = words[1:] if words[0] == "convert" else words
-    if words == names:
-        arguments = [*arguments, "--help"]  # --help needs no required arguments
     try:
-        parser.parse_args(arguments)
+        make_parser().parse_args([*words, "--help"] if words == names else words)  # --help needs no required arguments
     except SystemExit as stop:
         return stop.code == 0
     return True

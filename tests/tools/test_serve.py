@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,9 +16,11 @@ from typing import Any
 
 import pytest
 
-from jspec import distributed
+from jspec import Tree, distributed
+from jspec.server import run
 from jspec.server.http.settings import Settings
 from jspec.tools import command_line, serve
+from tests.support import serving
 
 
 def settings(*words: str) -> Settings:
@@ -195,14 +200,60 @@ def test_missing_library_is_named_with_the_extra(
     assert "expected uvloop, not installed; pip install -e '.[serve]'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "drafted"),
+    [
+        ([], ("demo", serve.TREE)),
+        (["--tree", "chain:2"], ("demo", "chain:2")),
+        (["--ngram"], (None, None)),
+        (["--dflash", "demo"], (None, None)),
+    ],
+)
+def test_embedded_pair_drafts_a_tree_unless_another_one_is_given(
+    words: list[str], drafted: tuple[str | None, str | None]
+) -> None:
+    arguments = command_line.make_parser().parse_args(["serve", *words])
+    serve._take_demo(arguments)
+    assert (arguments.target, arguments.eagle3, arguments.tree) == ("demo", *drafted)
+    assert not Tree.parse(serve.TREE).is_chain
+
+
 def test_greeting_has_the_address_and_asks_for_the_key_if_there_is_one() -> None:
     text = serve.greeting("127.0.0.1:8000", Settings(names=("m",)))
-    assert "http://127.0.0.1:8000/v1" in text and "Authorization" not in text
+    assert "http://127.0.0.1:8000/v1" in text and "Authorization" not in text and "page" not in text
+    assert "\n  page: http://127.0.0.1:8000/\n" in serve.greeting("127.0.0.1:8000", Settings(names=("m",), live=True))
     assert "sampling" not in text
     text = serve.greeting("h:1", Settings(sampling={"temperature": 0.6, "top_k": 20}))
     assert text.splitlines()[-1].endswith(": temperature 0.6, top_k 20 (--generation-config)")
     text = serve.greeting("h:1", Settings(names=("m",), keys=(b"digest",)))
     assert "Bearer $KEY" in text and "digest" not in text
+
+
+@pytest.mark.parametrize("warm", [(), ("logprobs",)])
+def test_command_says_that_it_serves_only_when_it_does(warm: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    compiling = threading.Event()
+
+    def warmup(**wanted: bool) -> None:
+        assert compiling.wait(30)
+
+    engine = serving.small_engine(1, 64)
+    monkeypatch.setattr(type(engine), "warmup", lambda self, **wanted: warmup(**wanted))
+    listener = run.bind("127.0.0.1", 0)
+    address = f"127.0.0.1:{listener.getsockname()[1]}"
+
+    def listens() -> None:
+        said.append(f"{serve.compiling(address, Settings(names=('m',), warm=warm))}listens")
+        threading.Timer(0.5, compiling.set).start()
+
+    def ready() -> None:
+        said.append(f"ready {compiling.is_set() or not warm}")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with engine:
+        assert run.serve(engine, Settings(names=("m",), warm=warm), listener, listens, ready) == 0
+    first = f"jspec compiles for logprobs, and then serves m at http://{address}\n" if warm else ""
+    assert said == [f"{first}listens", "ready True"]
 
 
 @pytest.mark.once

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -68,17 +66,6 @@ def test_train_command_that_a_signal_ends_prints_one_line_and_goes_on(
     assert said.out == ""
     monkeypatch.undo()
     assert main([*words, "--resume"]) == 0
-
-
-def test_parser_of_the_commands_imports_neither_the_optimiser_nor_orbax() -> None:
-    code = (
-        "import sys, jspec; from jspec.tools.command_line import make_parser; make_parser(); "
-        "known = lambda: [name in sys.modules for name in ('optax', 'orbax')]; "
-        "print(*known()); jspec.train.fit; print(*known())"
-    )
-    folder = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["False", "False", "True", "True"]
 
 
 def test_every_field_of_the_options_has_a_help_text() -> None:

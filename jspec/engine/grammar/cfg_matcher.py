@@ -20,7 +20,7 @@ from jaxtyping import Bool, Int, UInt32
 from jspec.core.bitmask import EVERYTHING, WORD, words_of
 from jspec.engine.grammar.regex_dfa import ALL_TOKENIZATIONS, NoText, TooLarge, reason
 
-INSTALL = "install llguidance (in the folder of jspec: pip install -e '.[grammar]')"
+MISSING = "expected the library llguidance, which is not installed; pip install -e '.[grammar]' in jspec's folder"
 RULE_OPTIONS = re.compile(
     r'^[ \t]*[?!]?[a-z_][\w-]*\s*\[((?:"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])*/|[^\]"/])*)\]', re.MULTILINE | re.I
 )
@@ -272,5 +272,5 @@ def _library() -> Any:
     try:
         import llguidance
     except ImportError as error:
-        raise ImportError(f"grammar, and a json_schema that fits no table, need a library: {INSTALL}") from error
+        raise ImportError(MISSING) from error
     return llguidance

@@ -21,7 +21,7 @@ from jaxtyping import Bool, Int
 
 NOWHERE = -1
 BEGIN, END = "\U0010fffe", "\U0010ffff"  # code points that Unicode reserves as noncharacters
-INSTALL = "install outlines_core (in the folder of jspec: pip install -e '.[grammar]')"
+MISSING = "expected the library outlines_core, which is not installed; pip install -e '.[grammar]' in jspec's folder"
 MAX_STATES = 2**15 - 1  # states and classes are int16 on the device
 MAX_WORK = 2**27  # most cells of a table before useless states and classes are removed
 MAX_KEPT = 2**28  # bytes; a process that holds more serves no other task
@@ -48,7 +48,7 @@ def library() -> Any:
     try:
         import outlines_core
     except ImportError as error:
-        raise ImportError(f"regex and json_schema need a library: {INSTALL}") from error
+        raise ImportError(MISSING) from error
     return outlines_core
 
 

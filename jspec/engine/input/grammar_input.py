@@ -75,7 +75,10 @@ class GrammarInput:
             return None
         self._check(field, params, stop_ids, words)
         singles = tuple(word[0] for word in words if len(word) == 1)
-        grammar = self._compiled(field, getattr(params, field), stop_ids, params.allowed_token_ids, singles)
+        try:
+            grammar = self._compiled(field, getattr(params, field), stop_ids, params.allowed_token_ids, singles)
+        except ImportError as error:
+            raise ImportError(f"{field}: {error}") from error
         if isinstance(grammar, LarkGrammar):
             _check_first_tokens(field, params, grammar)
         return grammar

@@ -183,6 +183,10 @@ class HFTokenizer:
         """The chat template, or several by name; None: there is none."""
         return self._tokenizer.chat_template or None
 
+    @chat_template.setter
+    def chat_template(self, template: str) -> None:
+        self._tokenizer.chat_template = template
+
     @cached_property
     def token_texts(self) -> TokenTexts | None:
         """The texts of single tokens, for the detokenizer; None if the decoder does not decode tokens one by one."""

@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jspec.server.http.body import ClientGone
 
 logger = logging.getLogger("jspec.server")
+POLLED = frozenset(("/health", "/metrics", "/ping", "/stats"))  # routes that programs ask again and again
 
 
 class Counts:
@@ -66,4 +67,5 @@ class CountRequests:
             self._counts.add(method, route, status)
             answer = scope.get("jspec.answer")
             about_answer = "" if answer is None else f" {answer.id}: {answer.num_tokens} tokens,"
-            logger.info("%s %s %d,%s %.3f s", method, route, status, about_answer, time.monotonic() - began)
+            level = logging.DEBUG if route in POLLED else logging.INFO
+            logger.log(level, "%s %s %d,%s %.3f s", method, route, status, about_answer, time.monotonic() - began)

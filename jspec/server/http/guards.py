@@ -9,7 +9,7 @@ from jspec.server.http.errors import ApiError, body_for
 from jspec.server.http.events import send_json
 from jspec.server.http.settings import Settings
 
-OPEN = ("/", "/health")  # need no key
+OPEN = ("/", "/health", "/ping")  # need no key
 
 
 class Guard:

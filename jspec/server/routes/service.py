@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -43,6 +44,7 @@ class Service:
 
     Attributes:
         state: "warming", "ready", "draining" or "unhealthy"; requests are served while it is "ready".
+        created: when the service was made, in seconds since 1970.
         calls: the open calls.
         texts: texts of single tokens.
         num_active: number of requests whose fields were read and whose answers are not sent yet.
@@ -50,7 +52,7 @@ class Service:
 
     def __init__(self, engine: Engine | Replicas, settings: Settings) -> None:
         self.engine, self.settings = engine, settings
-        self.state = READY
+        self.state, self.created = READY, int(time.time())
         engine.input_processor.limit_grammars(GRAMMAR_SECONDS)
         limit = QUEUE_PER_SLOT * engine.num_slots if settings.max_queue is None else settings.max_queue
         self.calls = OpenCalls(engine, limit)

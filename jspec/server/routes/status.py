@@ -1,4 +1,4 @@
-"""The routes that tell about the server: /health, /metrics, /stats, /v1/models, and the page at /."""
+"""The routes that tell about the server: /health, /ping, /version, /metrics, /stats, /v1/models, and the page at /."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from jspec.core.version import VERSION
 from jspec.engine.callers.replica_threads import ReplicaThreads
 from jspec.server.http.counts import Counts
 from jspec.server.http.page import page
@@ -28,6 +29,8 @@ class Status:
     def routes(self) -> list[Route]:
         return [
             Route("/health", self._health),
+            Route("/ping", self._health),
+            Route("/version", self._version),
             Route("/v1/models", self._models),
             Route("/v1/models/{name:path}", self._model),
             Route("/metrics", self._metrics),
@@ -41,6 +44,9 @@ class Status:
         if isinstance(threads, ReplicaThreads):
             return JSONResponse({"status": "ok", "replicas": threads.num_replicas, "failed": len(threads.failed)})
         return JSONResponse({"status": "ok"})
+
+    async def _version(self, request: Request) -> Response:
+        return JSONResponse({"version": VERSION})
 
     async def _models(self, request: Request) -> Response:
         service = self._service
@@ -64,7 +70,7 @@ class Status:
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:
-    entry = {"id": name, "object": "model", "created": 0, "owned_by": "jspec"}
+    entry = {"id": name, "object": "model", "created": service.created, "owned_by": "jspec"}
     return entry | {"max_model_len": service.engine.config.max_len}
 
 

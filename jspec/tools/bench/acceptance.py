@@ -16,20 +16,14 @@ from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
-from jspec.core.config import ACCEPT_RULES
-from jspec.core.tree import TREE_FORMS, Tree
+from jspec.core.tree import Tree
 from jspec.engine.callers.api import Engine
 from jspec.engine.request.metrics import LowAcceptanceWarning, Metrics
 from jspec.engine.request.sampling_params import SamplingParams
+from jspec.tools.bench.options import SAMPLES, TEMPERATURES, TOKENS
 from jspec.tools.bench.pair import BenchPair
-from jspec.tools.bench.report import Column, Report, count, file_option, option, with_message
-from pallas_kernels.layers.weights import KINDS
+from jspec.tools.bench.report import Column, Report
 
-STATIC = "static:0,1,2,0.0,0.1,1.0,0.0.0,0.0.1,0.1.0,0.0.0.0,0.0.0.1"
-TREES = tuple(Tree.parse(text) for text in ("chain:4", STATIC, "topk:16,4,4"))
-TEMPERATURES = (0.0, 0.5, 1.0)
-TOKENS = 64  # tokens of each completion
-SAMPLES = 4  # completions a prompt at temperatures above 0
 SLOTS = 16
 PROMPTS, PROMPT_SIZE = 16, 96  # number, and characters of each: it has fewer tokens
 SOURCE_TEXT = Path(__file__).with_name("ledger.txt").read_text(encoding="utf-8")
@@ -171,21 +165,5 @@ def run(arguments: argparse.Namespace) -> Report:
         raise ValueError("--text: expected none without --context, whose text it is; leave it out, or add --context")
     sizes: Any = dict(tokens=a.tokens, samples=a.samples)
     results = (line for case in settings for line in measure(pair, case, a.temperature, texts, **sizes))
-    return Report("tokens a step ± standard error, share of drafted tokens emitted", results)
-
-
-def _window(text: str) -> int | None:
-    return None if text == "none" else count(text)
-
-
-OPTIONS = (
-    option("--accept", nargs="+", choices=ACCEPT_RULES, default=ACCEPT_RULES, metavar="RULE", help="accept rules"),
-    option("--tree", type=with_message(Tree.parse), nargs="+", default=TREES, metavar="TREE", help=TREE_FORMS),
-    option("--temperature", type=float, nargs="+", default=TEMPERATURES, help="temperatures, 0: greedy"),
-    option("--tokens", type=count, default=TOKENS, help="tokens of each completion"),
-    option("--samples", type=count, default=SAMPLES, help="completions a prompt at temperatures above 0"),
-    option("--draft-quantize", choices=KINDS, help="quantise the head's weights; default: no"),
-    option("--context", type=count, nargs="+", metavar="256", help="tokens of the prompts; default: about 30"),
-    option("--draft-window", type=_window, nargs="+", default=(None,), metavar="W", help="tokens; default: none"),
-    file_option("--text", "with --context: text that is continued; default: Python source"),
-)
+    count = len(settings) * len(a.temperature) * len(texts or [None])
+    return Report("tokens a step ± standard error, share of drafted tokens emitted", results, count=count)

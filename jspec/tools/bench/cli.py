@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
+from functools import partial
+from importlib import import_module
 from typing import Any
 
-from jspec.tools.bench import acceptance, kernels, pair, serve, startup, step, throughput
-from jspec.tools.bench.inflate import convert as inflate
-from jspec.tools.bench.report import Command, option
+from jspec.tools.bench.options import OPTIONS, Option, file_option
 
-STEP = {"step": step.run, "startup": startup.run}
-MEASURE = option("--measure", choices=list(STEP), default="step", help="a step, or the start of an engine")
-
-COMMANDS = (
-    Command("step", "time of a decoding step beside its floor", lambda a: STEP[a.measure](a), (*step.OPTIONS, MEASURE)),
-    Command("kernels", "attention and products by themselves, beside their floors", kernels.run, kernels.OPTIONS),
-    Command("acceptance", "how much is accepted", acceptance.run, (*acceptance.OPTIONS, *pair.OPTIONS)),
-    Command("throughput", "tokens/s at a stated, synthetic acceptance", throughput.run, throughput.OPTIONS),
-    Command("serve", "latencies, throughput and acceptance of an engine", serve.run, (*serve.OPTIONS, *pair.OPTIONS)),
-    Command("inflate", "a small model in a larger shape that computes the same", inflate.run, inflate.OPTIONS),
-)
+COMMANDS = {  # help of each command
+    "step": "time of a decoding step beside its floor",
+    "kernels": "attention and products by themselves, beside their floors",
+    "acceptance": "how much is accepted",
+    "throughput": "tokens/s at a stated, synthetic acceptance",
+    "serve": "latencies, throughput and acceptance of an engine",
+    "inflate": "a small model in a larger shape that computes the same",
+}
 GONE = {  # commands of earlier versions, and what does the same
     "eval": "lm-eval for scores of tasks, with the address of jspec serve (jspec/server/README.md)",
     "startup": "jspec bench step --measure startup",
@@ -30,5 +28,21 @@ GONE = {  # commands of earlier versions, and what does the same
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the six subcommands of `jspec bench` on a parser."""
     commands: Any = parser.add_subparsers(dest="bench", required=True)
-    for command in COMMANDS:
-        command.add_to(commands)
+    for name, about in COMMANDS.items():
+        commands.add_parser(name, help=about, declare=partial(declare, OPTIONS[name]))
+
+
+def declare(options: Sequence[Option], parser: argparse.ArgumentParser) -> None:
+    """Declare the options of a subcommand on its parser."""
+    for flags, settings in (*options, file_option("--json", "JSON file for the results; default: none")):
+        parser.add_argument(*flags, **settings)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run a subcommand, whose module is imported first; return the exit status."""
+    from jspec.tools.bench.report import measure
+
+    name = arguments.measure if arguments.bench == "step" else arguments.bench
+    module = import_module(f"jspec.tools.bench.{'inflate.convert' if name == 'inflate' else name}")
+    return measure(module.run(arguments), arguments.json)

@@ -22,14 +22,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec.core.config import KV_DTYPES
 from jspec.models.mixers.gqa import GQA
-from jspec.tools.bench import profiling, random_models, roofline, step
-from jspec.tools.bench.report import Column, Report, count, counts, option, scaled
+from jspec.tools.bench import profiling, random_models, roofline
+from jspec.tools.bench.report import Column, Report, scaled
 from pallas_kernels import gated_matmul, paged_attention, split_matmul
 from pallas_kernels.layers.formats import quantize
 from pallas_kernels.layers.products import matmul
-from pallas_kernels.layers.weights import FORMATS, KINDS
+from pallas_kernels.layers.weights import FORMATS
 
 BEYOND_CACHES = 256 * 2**20  # bytes that all calls read together at least; an H200's L2 holds 60 MB
 MOST_CALLS = 64
@@ -150,20 +149,3 @@ def _results(a: argparse.Namespace) -> Iterator[KernelResult]:
     common = dict(dtype=a.dtype, quantize=a.quantize, implementation=a.implementation)
     for rows, (name, (out, inner)) in product(a.rows, sizes.items()) if "gemm" in a.kernel else ():
         yield gemm(name, dict(rows=rows, out=out, inner=inner) | common)
-
-
-OPTIONS = (
-    option("--kernel", nargs="+", choices=("attention", "gemm"), default=("attention", "gemm"), help="what is timed"),
-    option("--shape", choices=random_models.DENSE, help=f"model sizes; {random_models.DEFAULT_SHAPE}"),
-    option("--rows", type=counts, default="1,5", metavar="1,5", help="rows of a product, new tokens a sequence"),
-    option("--batch", type=counts, default="1,8,32,64", metavar="1,8", help="sequences in attention"),
-    option("--context", type=counts, default=[1024], metavar="1024", help="committed tokens of a sequence"),
-    option("--page-size", type=counts, default=[16], metavar="16", help="tokens of a cache page"),
-    option("--head-dim", type=counts, metavar="64,128", help="channels of a head; default: the shape's"),
-    option("--heads", type=count, help="query heads; default: the shape's"),
-    option("--kv-heads", type=count, help="key and value heads; default: the shape's"),
-    option("--dtype", default="bfloat16", help="dtype of activations and weights"),
-    option("--kv-dtype", choices=KV_DTYPES, help="dtype of attention's caches; default: --dtype"),
-    option("--quantize", choices=KINDS, help="quantise the products' weights; default: no"),
-    step.IMPLEMENTATION,
-)

@@ -23,16 +23,7 @@ from jspec.models import load
 from jspec.models.decoder import Model
 from jspec.tools import check_head, demo
 from jspec.tools.bench import random_models
-from jspec.tools.bench.report import option
-
-PROMPT_FIELDS = "turns (a list of texts, of which the first is taken), prompt (a text) or question (a text)"
-DRAFT = "head, draft model, ngram or suffix; dflash: the embedded DFlash head; default: the embedded EAGLE-3 head"
-OPTIONS = (
-    option("--target", metavar="PATH", help='folder, hub id or "demo"; default: the embedded one'),
-    option("--tokenizer", help='"bytes" for byte-level models; default: the folder\'s own'),
-    option("--dtype", help="dtype of the weights; default: float32 on CPU, bfloat16 elsewhere"),
-    option("--draft", metavar="PATH", help=DRAFT),
-)
+from jspec.tools.bench.options import PROMPT_FIELDS
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from jspec.models.config.decoder_config import ModelConfig
 from jspec.models.decoder import Model
 from jspec.models.families import read_config
 from jspec.models.mixers.mla import MLA
-from jspec.models.mlps.mlp_config import Dense
 from jspec.models.mlps.shared_expert import join_layers
 from jspec.models.parts.rope import Rope
 from jspec.models.weights.params import model_params, random_weights
@@ -65,8 +64,6 @@ TARGETS = {
 }
 PEAGLE_LAYERS = 4  # of published P-EAGLE heads
 DFLASH_LAYERS = 5  # of published DFlash heads; each reads as many states of the target
-DEFAULT_SHAPE = "default: tiny on a CPU, llama3-8b elsewhere"  # words of the help
-DENSE = sorted(name for name, c in TARGETS.items() if all(isinstance(layer.mlp, Dense) for layer in c.layers))
 DRAFT_VOCAB = dict.fromkeys(TARGETS, 32000) | dict.fromkeys(("tiny", "tiny-gemma3", "tiny-moe", "tiny-mla"), 128)
 DRAFT_VOCAB["least"] = 16
 BLOCK_HEADS: dict[str, Any] = {"dflash": DFlashHead, "dspark": DSparkHead}

@@ -1,4 +1,4 @@
-"""Base of the bench commands: parser, table and JSON file from declared options and columns.
+"""Base of the bench commands: table and JSON file from declared columns.
 
 A measured value is declared once, as a field of a record with a `Column` in its annotation. The field's name is its
 JSON name; the column's heading has the unit.
@@ -6,25 +6,21 @@ JSON name; the column's heading has the unit.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 import jax
 
 from jspec import __version__
-from jspec.core.tree import TREE_FORMS, Tree
+from jspec.core.tree import Tree
 from jspec.tools.bench import roofline
+from jspec.tools.bench.options import tree_name
 from jspec.tools.table import table
-
-T = TypeVar("T")
-Option = tuple[tuple[str, ...], dict[str, Any]]  # arguments of `argparse.ArgumentParser.add_argument`
 
 
 class Column(NamedTuple):
@@ -67,101 +63,37 @@ class Report:
     results: Iterable[Any]  # records; a generator measures one after the other
     text: str | Callable[[Sequence[Any]], str] = ""  # text printed after the table, or a function of the results
     about: Mapping[str, Any] = field(default_factory=dict)  # further members of the JSON object
+    count: int | None = None  # number of the results, if it is known beforehand
 
 
-@dataclass(frozen=True)
-class Command:
-    """A subcommand of `jspec bench`, called with the parsed command line."""
+def measure(report: Report, file: Path | None) -> int:
+    """Measure, print the table, write the JSON file if there is one; return the exit code, 0.
 
-    name: str
-    help: str
-    run: Callable[[argparse.Namespace], Report]
-    options: Sequence[Option]  # command-line options besides --json
+    What is measured one after the other goes to the JSON file and to the standard error at once: first the headline,
+    then with the first row the columns' headings, and before each row its number.
+    """
+    results = list[Any]()
 
-    def add_to(self, commands: Any) -> None:
-        """Declare the subcommand and its options on a parser's subcommands."""
-        parser = commands.add_parser(self.name, help=self.help)
-        for flags, settings in (*self.options, file_option("--json", "JSON file for the results; default: none")):
-            parser.add_argument(*flags, **settings)
-        parser.set_defaults(run=self)
+    def write() -> None:
+        content = {"environment": environment(), **plain(report.about), "results": plain(results)}
+        if file is not None:
+            file.write_text(json.dumps(content, indent=1))
 
-    def __call__(self, arguments: argparse.Namespace) -> int:
-        """Measure, print the table, write the JSON file; return the exit code, 0.
-
-        Each result goes to the JSON file, and its row to the standard error, as soon as it is measured.
-        """
-        report, results = self.run(arguments), list[Any]()
-
-        def write() -> None:
-            content = {"environment": environment(), **plain(report.about), "results": plain(results)}
-            if arguments.json is not None:
-                arguments.json.write_text(json.dumps(content, indent=1))
-
-        for result in report.results:
-            results.append(result)
-            if isinstance(report.results, Iterator):
-                texts = [text for text in cells(result).values() if text]
-                print(*texts, end="\n" if texts else "", file=sys.stderr, flush=True)
-                write()
-        write()
-        text = report.text if isinstance(report.text, str) else report.text(results)
-        parts = (f"{report.headline}; {environment_text()}", table_of(results), text)
-        print("\n".join(part for part in parts if part))
-        return 0
-
-
-def option(*flags: str, help: str, **settings: Any) -> Option:
-    """Return a command-line option; its help states a default of None, and the parser adds any other."""
-    return flags, settings | {"help": help}
-
-
-def file_option(flag: str, text: str) -> Option:
-    return option(flag, type=Path, metavar="FILE", help=text)
-
-
-def with_message(parse: Callable[[str], T]) -> Callable[[str], T]:
-    """Return a parser of an option's value that keeps error messages; argparse hides those of ValueErrors."""
-
-    def parse_value(text: str) -> T:
-        try:
-            return parse(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return parse_value
-
-
-def ints(text: str, least: int = 0) -> list[int]:
-    """Parse whole numbers of at least ``least`` that commas join."""
-    numbers = [int(part) for part in text.split(",")]
-    if min(numbers) < least:
-        raise argparse.ArgumentTypeError(f"expected at least {least}, got {min(numbers)}")
-    return numbers
-
-
-def counts(text: str) -> list[int]:
-    """Parse whole numbers of at least 1 that commas join."""
-    return ints(text, least=1)
-
-
-def count(text: str) -> int:
-    """Parse a whole number of at least 1."""
-    (number,) = counts(text)
-    return number
-
-
-def tree_or_none(text: str) -> Tree | None:
-    return None if text == "none" else Tree.parse(text)
-
-
-def tree_name(tree: Tree | None) -> str:
-    """Return a draft tree as the text that `Tree.parse` reads, or "none"."""
-    return str(tree).lower()
-
-
-TREES = partial(
-    option, "--tree", type=with_message(tree_or_none), nargs="+", metavar="TREE", help=f"none, {TREE_FORMS}"
-)
+    is_slow, total = isinstance(report.results, Iterator), "" if report.count is None else f" of {report.count}"
+    if is_slow:
+        print(report.headline, file=sys.stderr, flush=True)
+    for number, result in enumerate(report.results, 1):
+        results.append(result)
+        if is_slow:
+            row = {heading: text for heading, text in cells(result).items() if text}
+            lines = [["row", *row]] * (number == 1) + [[f"{number}{total}", *row.values()]]
+            print(*map("  ".join, lines if row else ()), sep="\n", end="\n" if row else "", file=sys.stderr, flush=True)
+            write()
+    write()
+    text = report.text if isinstance(report.text, str) else report.text(results)
+    parts = (f"{report.headline}; {environment_text()}", table_of(results), text)
+    print("\n".join(part for part in parts if part))
+    return 0
 
 
 def environment() -> dict[str, str | None]:

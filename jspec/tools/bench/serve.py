@@ -29,17 +29,15 @@ from jspec.engine.request.sampling_params import SamplingParams
 from jspec.engine.run.build import policy_of
 from jspec.engine.schedule.draft_length import Fixed, Policy
 from jspec.engine.schedule.sizes import halvings, portions
-from jspec.tools.bench import random_models
 from jspec.tools.bench.load import Arrival, Load, Log, serve
-from jspec.tools.bench.pair import PROMPT_FIELDS, BenchPair, read_prompts
+from jspec.tools.bench.options import AUTO, NUM_PROMPTS, tree_name
+from jspec.tools.bench.pair import BenchPair, read_prompts
 from jspec.tools.bench.profiling import time_in_turns
-from jspec.tools.bench.report import TREES, Report, count, file_option, option, tree_name
+from jspec.tools.bench.report import Report
 from jspec.tools.table import table
 
 DRAFTS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "mean_acceptance_length", "num_rounds_per_depth")
 WARM_UP = 8  # tokens
-NUM_PROMPTS = 500
-AUTO = "auto"
 
 
 @dataclass(frozen=True)
@@ -239,30 +237,3 @@ def run(arguments: argparse.Namespace) -> Report:
     results = measure(pair, list(dict.fromkeys(settings)), arrivals, a.repeats, **options)
     about = {"load": load, "prompts": a.prompts or a.text or "random tokens", "repeats": a.repeats}
     return Report(f"{load}, spreads from least to largest with quartiles", results, text, about)
-
-
-def _depth(word: str) -> int | str | None:
-    return word if word == AUTO else None if word == "none" else int(word)
-
-
-OPTIONS = (
-    file_option("--prompts", f"JSON lines with {PROMPT_FIELDS}, whose answers end as usual; default: random tokens"),
-    option("--num-prompts", type=count, help=f"number of requests; default: all of --prompts, {NUM_PROMPTS} otherwise"),
-    option("--chat", action="store_true", help="lay --prompts out by the tokenizer's chat template"),
-    file_option("--text", "prompts are parts of it; default: random tokens"),
-    option("--rate", type=float, default=math.inf, help="requests a second, Poisson, inf: all at once"),
-    option("--input-len", type=count, default=1024, help="tokens of a prompt at most"),
-    option("--output-len", type=count, default=1024, help="tokens of an answer at most"),
-    option("--range-ratio", type=float, default=0.7, help="lengths are uniform from int(ratio * len) to len"),
-    option("--max-concurrency", type=count, nargs="+", default=(None,), help="most in the engine; default: all"),
-    option("--depth", type=_depth, nargs="+", default=(None,), help=f"drafted depth or {AUTO}; default: the tree's"),
-    option("--overlap", nargs="+", choices=("yes", "no"), default=("yes",), help="dispatch before reading results"),
-    option("--repeats", type=count, default=1, help="times that the load is served, all configurations in turns"),
-    option("--temperature", type=float, default=0.0, help="temperature of sampling, 0: greedy"),
-    option("--seed", type=int, default=0, help="seed of lengths, prompts and arrivals"),
-    TREES(default=(None, Tree.chain(1), Tree.topk(16, 4, 4))),
-    option("--shape", choices=sorted(random_models.TARGETS), help="random weights of this shape; default: none"),
-    option("--slots", type=count, default=32, help="requests that run at once"),
-    option("--page-size", type=count, default=16, help="tokens of a cache page"),
-    option("--prefill-budget", type=count, help="prompt tokens between two steps; default: the engine's"),
-)

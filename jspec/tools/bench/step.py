@@ -14,13 +14,12 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import groupby, product
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, get_args
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec.core.config import KV_DTYPES, QUANTIZE
 from jspec.core.records import LayerState, SlotState
 from jspec.core.tree import ROOT_ONLY, Tree
 from jspec.draft.base import Drafter, NoDraft
@@ -37,9 +36,9 @@ from jspec.step.decode import spec_step
 from jspec.step.on_mesh import make_state, shapes_of, step_on
 from jspec.step.program import Params, Program
 from jspec.tools.bench import profiling, random_models, roofline
-from jspec.tools.bench.report import TREES, Column, Report, counts, ints, option, tree_name
-from pallas_kernels.dispatch import Implementation
-from pallas_kernels.layers.weights import FORMATS, KINDS, Kind
+from jspec.tools.bench.options import tree_name
+from jspec.tools.bench.report import Column, Report
+from pallas_kernels.layers.weights import FORMATS, Kind
 
 DRAFTERS: dict[str, Callable[..., Drafter]] = {"eagle3": Eagle3, "peagle": PEagle, "dflash": DFlash, "dspark": DSpark}
 GROUP = 32  # steps dispatched between two looks at the clock; only the first one finds an idle device
@@ -276,36 +275,4 @@ def run(arguments: argparse.Namespace) -> Report:
             yield from (measure(case, target, head, profile=folder) for case, folder in pairs)
             del target, head  # the next shape needs the memory
 
-    results = timings()
-    return Report("ms a step, random weights, acceptance about 0", results, traces)
-
-
-SHAPE = option("--shape", choices=sorted(random_models.TARGETS), help=f"model sizes; {random_models.DEFAULT_SHAPE}")
-IMPLEMENTATION = option("--implementation", choices=get_args(Implementation), default="auto", help="of the kernels")
-MODEL_OPTIONS = (
-    SHAPE,
-    option("--batch", type=counts, default=[1], metavar="1,8,32", help="rows of the batch"),
-    TREES(default=[None, Tree.chain(4)]),
-    option("--dtype", default="bfloat16", help="dtype of the weights"),
-    option("--quantize", choices=QUANTIZE, help="quantise target and head, or by mxfp4 experts alone; default: no"),
-    option("--draft-quantize", choices=KINDS, help="quantise the head alone; default: as --quantize"),
-    option("--kv-dtype", choices=KV_DTYPES, help="dtype of both caches; default: the weights' dtype"),
-    IMPLEMENTATION,
-)
-POINT_OPTIONS = (
-    option("--context", type=counts, default=[1024], metavar="1024", help="committed tokens of a row"),
-    option("--page-size", type=counts, default=[16], metavar="16", help="tokens of a cache page"),
-)
-OPTIONS = (
-    option("--shape", choices=sorted(random_models.TARGETS), nargs="+", help=random_models.DEFAULT_SHAPE),
-    *MODEL_OPTIONS[1:],
-    *POINT_OPTIONS,
-    option("--idle", type=ints, default=[0], metavar="0,7", help="rows of the batch without a request"),
-    option("--depth", type=int, help="depth at which steps cut their trees, 0: draft nothing; default: the tree's"),
-    option("--nodes", type=int, help="draft nodes that steps verify per row, on average; default: all"),
-    option("--drafter", choices=sorted(DRAFTERS), default="eagle3", help="kind of the head"),
-    option("--deterministic", action="store_true", help="steps whose tokens are the same in every program"),
-    option("--tensor-parallel", type=int, default=1, metavar="N", help="devices over which weights are divided"),
-    option("--sampled", action="store_true", help="temperature 1 instead of greedy"),
-    option("--profile", type=Path, metavar="DIR", help="trace steps of each table row into DIR/ROW; default: no trace"),
-)
+    return Report("ms a step, random weights, acceptance about 0", timings(), traces, count=len(cases))

@@ -29,9 +29,9 @@ from jspec.models.decoder import Model
 from jspec.step import decode
 from jspec.step.program import Params, Program, init_state, view_of
 from jspec.tools.bench import step
-from jspec.tools.bench.report import Column, Report, count, option
+from jspec.tools.bench.options import ROW_TOKENS
+from jspec.tools.bench.report import Column, Report
 
-TOKENS = 256
 REPEATS = 3
 ABOUT = "SYNTHETIC acceptance: drafts of random weights are accepted at random, at stated rates"
 Rates = tuple[float, ...]
@@ -102,7 +102,7 @@ class ThroughputCase:
 
     point: step.StepCase  # model, batch and tree; its context is the rows' first one
     rates: Rates  # share of steps that accept each level of the tree
-    tokens: Annotated[int, Column("new tokens")] = TOKENS  # number of tokens that each row emits
+    tokens: Annotated[int, Column("new tokens")] = ROW_TOKENS  # number of tokens that each row emits
     seed: int = 0  # seed of the accepted numbers
 
 
@@ -187,17 +187,3 @@ def run(arguments: argparse.Namespace) -> Report:
     target, head = step.models_of([case.point for case in cases])
     results = (measure(case, target, head) for case in cases)
     return Report(f"tokens/s; {ABOUT}", results, about={"acceptance": ABOUT})
-
-
-def _rates(text: str) -> list[float]:
-    return [float(part) for part in text.split(",")]
-
-
-OPTIONS = (
-    *step.MODEL_OPTIONS,
-    *step.POINT_OPTIONS,
-    option("--tokens", type=count, default=TOKENS, help="tokens that each row emits"),
-    option("--length", type=float, help="stated mean acceptance length of every tree; default: by --positions"),
-    option("--positions", type=_rates, default=".75,.55,.42,.31", help="share of the steps that accept each position"),
-    option("--seed", type=int, default=0, help="seed of the acceptance"),
-)

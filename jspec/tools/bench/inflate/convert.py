@@ -26,13 +26,10 @@ from jspec.draft import auto
 from jspec.draft.eagle_head import EagleHead
 from jspec.models.decoder import Model
 from jspec.tools import demo
-from jspec.tools.bench import random_models
-from jspec.tools.bench.inflate.grow import DTYPES, NAMES, Factor, GrownSizes, GrowthPlan, Padder, plan
-from jspec.tools.bench.report import Report, count, ints, option
+from jspec.tools.bench.inflate.grow import Factor, GrownSizes, GrowthPlan, Padder, plan
+from jspec.tools.bench.options import SIZES
+from jspec.tools.bench.report import Report
 
-DEMO = "demo"  # in place of a folder: the embedded pair
-SIZE_HELP = "size of the written target; default: that of --shape"
-STATES = "default: layers 2, N//2 and N-3 of N if the small one reads these, else the same numbers"
 Batches = Iterator[dict[str, Array]]  # weights by name; one batch is in memory at a time
 
 
@@ -69,8 +66,28 @@ def write(
     return made
 
 
+def grow_pair(
+    small: Model,
+    sizes: GrownSizes,
+    *,
+    head: EagleHead | None = None,
+    feature_layers: tuple[int, ...] | None = None,
+    dtype: str = "float32",
+) -> tuple[Model, EagleHead | None]:
+    """Inflate a target and its head in memory; the arguments are those of `plan`."""
+    made = plan(small, sizes, head=head, feature_layers=feature_layers, dtype=dtype)
+
+    def tree(batches: Batches) -> dict[str, Any]:
+        return orbax.unflatten({name: array for batch in batches for name, array in batch.items()})
+
+    large = Model.from_weights(made.target.new, tree(target_batches(small, made)))
+    if head is None or made.head is None:
+        return large, None
+    return large, EagleHead.from_weights(made.head.new, tree(head_batches(head, made.head, made.target)))
+
+
 def _load(path: str | Path, embedded: Path, kind: str) -> Checkpoint:
-    return auto.load_checkpoint(embedded if path == DEMO else path, dtype="float32", kind=kind)
+    return auto.load_checkpoint(embedded if path == demo.NAME else path, dtype="float32", kind=kind)
 
 
 def _save(out: str | Path, source: Checkpoint, padder: Padder, batches: Batches, overwrite: bool) -> None:
@@ -128,7 +145,7 @@ def run(arguments: argparse.Namespace) -> Report:
     """Write the inflated target and head to the folders that the command line names."""
     a = arguments
     overrides = {field.name: value for field in fields(GrownSizes) if (value := getattr(a, field.name)) is not None}
-    missing = [name for name in NAMES if name not in overrides]
+    missing = [name for name in SIZES if name not in overrides]
     if a.shape is None and missing:
         raise ValueError(
             f"expected --shape or every size, got none for {', '.join(missing)}; give the one or the other"
@@ -138,21 +155,5 @@ def run(arguments: argparse.Namespace) -> Report:
     options = dict(feature_layers=layers, dtype=a.dtype, overwrite=a.overwrite)
     made = write(a.target, a.out, sizes, head=a.head, head_out=a.head_out, **options)
     written = {a.out: made.target.new} | ({} if made.head is None else {a.head_out: made.head.new})
-    sizes_of = {path: ", ".join(f"{name}={getattr(new, name)}" for name in NAMES) for path, new in written.items()}
+    sizes_of = {path: ", ".join(f"{name}={getattr(new, name)}" for name in SIZES) for path, new in written.items()}
     return Report("\n".join(f"{path}: {a.dtype}, {text}" for path, text in sizes_of.items()), ())
-
-
-OPTIONS = (
-    option("target", help=f'folder or hub id of a small model; "{DEMO}": the embedded pair\'s target'),
-    option("out", type=Path, help="folder to write"),
-    option("--head", help=f'folder or hub id of its EAGLE-3 head; "{DEMO}": the embedded one; default: none'),
-    option("--head-out", type=Path, metavar="DIR", help="folder to write the head to; default: none"),
-    option("--shape", choices=random_models.DENSE, help="names all sizes; default: every size is an option"),
-    *(
-        option(f"--{name.removesuffix('_size').replace('_', '-')}", type=count, dest=name, metavar="N", help=SIZE_HELP)
-        for name in (*NAMES, "draft_vocab_size")
-    ),
-    option("--feature-layers", type=ints, metavar="2,16,29", help=f"states that the written head reads; {STATES}"),
-    option("--dtype", choices=DTYPES, default="bfloat16", help="dtype of the written weights"),
-    option("--overwrite", action="store_true", help="replace existing converted folders"),
-)

@@ -8,7 +8,6 @@ i*E/e of the half. Scores are divided by sqrt(E) instead of sqrt(e), so queries 
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Mapping
@@ -30,6 +29,7 @@ from jspec.models.mixers.gqa import GQA
 from jspec.models.mlps.mlp_config import Dense
 from jspec.models.weights.quantize import quantized_as
 from jspec.tools.bench import random_models
+from jspec.tools.bench.options import SIZES
 
 LEVEL = 2.0**20  # padded logits are at most -LEVEL / rms of the small model's last state
 NEGLIGIBLE = 2.0**-26  # share of a norm's mean square, even of a zero state: below float32's rounding
@@ -152,7 +152,6 @@ class Padder:
         return Factor(self.old.num_kv_heads, self.new.num_kv_heads), *group, *channels
 
 
-DTYPES = ("float32", "bfloat16")  # float16 has too few exponents for the padded vocabulary's mask
 WIDTHS = ("hidden_size", "intermediate_size", "num_kv_heads", "vocab_size")
 UNPADDED = ("norm_before_residual", "norm_before_fc", "fc_bias", "qkv_bias", "qk_norm")
 
@@ -173,15 +172,17 @@ class GrownSizes:
     @classmethod
     def of(cls, shape: str) -> GrownSizes:
         """Return the sizes of a named shape in `random_models`, with its head's draft vocabulary."""
-        sizes = {name: getattr(random_models.TARGETS[shape], name) for name in NAMES}
+        sizes = {name: getattr(random_models.TARGETS[shape], name) for name in SIZES}
         return cls(**sizes, draft_vocab_size=random_models.DRAFT_VOCAB[shape])
+
+    @classmethod
+    def like(cls, model: Model) -> GrownSizes:
+        """Return the sizes of a model."""
+        return cls(**{name: getattr(model.config, name) for name in SIZES})
 
     def of_layers(self) -> dict[str, Any]:
         """Return the sizes that the configs of target and head share: all but the number of layers."""
-        return {name: getattr(self, name) for name in NAMES if name != "num_layers"}
-
-
-NAMES = tuple(field.name for field in dataclasses.fields(GrownSizes) if field.name != "draft_vocab_size")
+        return {name: getattr(self, name) for name in SIZES if name != "num_layers"}
 
 
 @dataclass(frozen=True)

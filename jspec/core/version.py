@@ -1,0 +1,3 @@
+"""The version of jspec."""
+
+VERSION = "0.1.0"

@@ -1,0 +1,231 @@
+"""The options of the bench commands, which the command line declares before it imports what measures."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from jspec.core.config import ACCEPT_RULES, IMPLEMENTATIONS, KV_DTYPES, QUANTIZE
+from jspec.core.tree import TREE_FORMS, Tree
+
+T = TypeVar("T")
+Option = tuple[tuple[str, ...], dict[str, Any]]  # arguments of `argparse.ArgumentParser.add_argument`
+SHAPES = (  # names of `random_models.TARGETS`
+    *("deepseek-v2-lite", "gemma3-12b", "gpt-oss-20b", "least", "llama3-70b", "llama3-8b", "qwen3-30b-a3b", "qwen3-8b"),
+    *("tiny", "tiny-gemma3", "tiny-mla", "tiny-moe"),
+)
+DENSE = ("gemma3-12b", "least", "llama3-70b", "llama3-8b", "qwen3-8b", "tiny", "tiny-gemma3")  # those without experts
+DEFAULT_SHAPE = "default: tiny on a CPU, llama3-8b elsewhere"  # words of the help
+DRAFTERS = ("dflash", "dspark", "eagle3", "peagle")
+GROWN_DTYPES = ("float32", "bfloat16")  # float16 has too few exponents for the padded vocabulary's mask
+SIZES = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "vocab_size")
+KINDS = tuple(kind for kind in QUANTIZE if kind != "mxfp4")  # for heads and products, which have no experts
+
+
+def option(*flags: str, help: str, **settings: Any) -> Option:
+    """Return a command-line option; its help states a default of None, and the parser adds any other."""
+    return flags, settings | {"help": help}
+
+
+def file_option(flag: str, text: str) -> Option:
+    return option(flag, type=Path, metavar="FILE", help=text)
+
+
+def with_message(parse: Callable[[str], T]) -> Callable[[str], T]:
+    """Return a parser of an option's value that keeps error messages; argparse hides those of ValueErrors."""
+
+    def parse_value(text: str) -> T:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return parse_value
+
+
+def ints(text: str, least: int = 0) -> list[int]:
+    """Parse whole numbers of at least ``least`` that commas join."""
+    numbers = [int(part) for part in text.split(",")]
+    if min(numbers) < least:
+        raise argparse.ArgumentTypeError(f"expected at least {least}, got {min(numbers)}")
+    return numbers
+
+
+def counts(text: str) -> list[int]:
+    """Parse whole numbers of at least 1 that commas join."""
+    return ints(text, least=1)
+
+
+def count(text: str) -> int:
+    """Parse a whole number of at least 1."""
+    (number,) = counts(text)
+    return number
+
+
+def tree_or_none(text: str) -> Tree | None:
+    return None if text == "none" else Tree.parse(text)
+
+
+def tree_name(tree: Tree | None) -> str:
+    """Return a draft tree as the text that `Tree.parse` reads, or "none"."""
+    return str(tree).lower()
+
+
+TREES = partial(
+    option, "--tree", type=with_message(tree_or_none), nargs="+", metavar="TREE", help=f"none, {TREE_FORMS}"
+)
+
+
+PROMPT_FIELDS = "turns (a list of texts, of which the first is taken), prompt (a text) or question (a text)"
+DRAFT = "head, draft model, ngram or suffix; dflash: the embedded DFlash head; default: the embedded EAGLE-3 head"
+PAIR = (
+    option("--target", metavar="PATH", help='folder, hub id or "demo"; default: the embedded one'),
+    option("--tokenizer", help='"bytes" for byte-level models; default: the folder\'s own'),
+    option("--dtype", help="dtype of the weights; default: float32 on CPU, bfloat16 elsewhere"),
+    option("--draft", metavar="PATH", help=DRAFT),
+)
+
+
+STATIC = "static:0,1,2,0.0,0.1,1.0,0.0.0,0.0.1,0.1.0,0.0.0.0,0.0.0.1"
+MEASURED = tuple(Tree.parse(text) for text in ("chain:4", STATIC, "topk:16,4,4"))
+TEMPERATURES = (0.0, 0.5, 1.0)
+TOKENS = 64  # tokens of each completion
+SAMPLES = 4  # completions a prompt at temperatures above 0
+
+
+def _window(text: str) -> int | None:
+    return None if text == "none" else count(text)
+
+
+ACCEPTANCE = (
+    option("--accept", nargs="+", choices=ACCEPT_RULES, default=ACCEPT_RULES, metavar="RULE", help="accept rules"),
+    option("--tree", type=with_message(Tree.parse), nargs="+", default=MEASURED, metavar="TREE", help=TREE_FORMS),
+    option("--temperature", type=float, nargs="+", default=TEMPERATURES, help="temperatures, 0: greedy"),
+    option("--tokens", type=count, default=TOKENS, help="tokens of each completion"),
+    option("--samples", type=count, default=SAMPLES, help="completions a prompt at temperatures above 0"),
+    option("--draft-quantize", choices=KINDS, help="quantise the head's weights; default: no"),
+    option("--context", type=count, nargs="+", metavar="256", help="tokens of the prompts; default: about 30"),
+    option("--draft-window", type=_window, nargs="+", default=(None,), metavar="W", help="tokens; default: none"),
+    file_option("--text", "with --context: text that is continued; default: Python source"),
+)
+
+SHAPE = option("--shape", choices=SHAPES, help=f"model sizes; {DEFAULT_SHAPE}")
+IMPLEMENTATION = option("--implementation", choices=IMPLEMENTATIONS, default="auto", help="of the kernels")
+MODEL_OPTIONS = (
+    SHAPE,
+    option("--batch", type=counts, default=[1], metavar="1,8,32", help="rows of the batch"),
+    TREES(default=[None, Tree.chain(4)]),
+    option("--dtype", default="bfloat16", help="dtype of the weights"),
+    option("--quantize", choices=QUANTIZE, help="quantise target and head, or by mxfp4 experts alone; default: no"),
+    option("--draft-quantize", choices=KINDS, help="quantise the head alone; default: as --quantize"),
+    option("--kv-dtype", choices=KV_DTYPES, help="dtype of both caches; default: the weights' dtype"),
+    IMPLEMENTATION,
+)
+POINT_OPTIONS = (
+    option("--context", type=counts, default=[1024], metavar="1024", help="committed tokens of a row"),
+    option("--page-size", type=counts, default=[16], metavar="16", help="tokens of a cache page"),
+)
+KERNELS = (
+    option("--kernel", nargs="+", choices=("attention", "gemm"), default=("attention", "gemm"), help="what is timed"),
+    option("--shape", choices=DENSE, help=f"model sizes; {DEFAULT_SHAPE}"),
+    option("--rows", type=counts, default="1,5", metavar="1,5", help="rows of a product, new tokens a sequence"),
+    option("--batch", type=counts, default="1,8,32,64", metavar="1,8", help="sequences in attention"),
+    option("--context", type=counts, default=[1024], metavar="1024", help="committed tokens of a sequence"),
+    option("--page-size", type=counts, default=[16], metavar="16", help="tokens of a cache page"),
+    option("--head-dim", type=counts, metavar="64,128", help="channels of a head; default: the shape's"),
+    option("--heads", type=count, help="query heads; default: the shape's"),
+    option("--kv-heads", type=count, help="key and value heads; default: the shape's"),
+    option("--dtype", default="bfloat16", help="dtype of activations and weights"),
+    option("--kv-dtype", choices=KV_DTYPES, help="dtype of attention's caches; default: --dtype"),
+    option("--quantize", choices=KINDS, help="quantise the products' weights; default: no"),
+    IMPLEMENTATION,
+)
+ROW_TOKENS = 256
+STEP = (
+    option("--shape", choices=SHAPES, nargs="+", help=DEFAULT_SHAPE),
+    *MODEL_OPTIONS[1:],
+    *POINT_OPTIONS,
+    option("--idle", type=ints, default=[0], metavar="0,7", help="rows of the batch without a request"),
+    option("--depth", type=int, help="depth at which steps cut their trees, 0: draft nothing; default: the tree's"),
+    option("--nodes", type=int, help="draft nodes that steps verify per row, on average; default: all"),
+    option("--drafter", choices=DRAFTERS, default="eagle3", help="kind of the head"),
+    option("--deterministic", action="store_true", help="steps whose tokens are the same in every program"),
+    option("--tensor-parallel", type=int, default=1, metavar="N", help="devices over which weights are divided"),
+    option("--sampled", action="store_true", help="temperature 1 instead of greedy"),
+    option("--profile", type=Path, metavar="DIR", help="trace steps of each table row into DIR/ROW; default: no trace"),
+    option("--measure", choices=("step", "startup"), default="step", help="a step, or the start of an engine"),
+)
+
+
+def _rates(text: str) -> list[float]:
+    return [float(part) for part in text.split(",")]
+
+
+THROUGHPUT = (
+    *MODEL_OPTIONS,
+    *POINT_OPTIONS,
+    option("--tokens", type=count, default=ROW_TOKENS, help="tokens that each row emits"),
+    option("--length", type=float, help="stated mean acceptance length of every tree; default: by --positions"),
+    option("--positions", type=_rates, default=".75,.55,.42,.31", help="share of the steps that accept each position"),
+    option("--seed", type=int, default=0, help="seed of the acceptance"),
+)
+
+AUTO = "auto"
+NUM_PROMPTS = 500
+
+
+def _depth(word: str) -> int | str | None:
+    return word if word == AUTO else None if word == "none" else int(word)
+
+
+SERVE = (
+    file_option("--prompts", f"JSON lines with {PROMPT_FIELDS}, whose answers end as usual; default: random tokens"),
+    option("--num-prompts", type=count, help=f"number of requests; default: all of --prompts, {NUM_PROMPTS} otherwise"),
+    option("--chat", action="store_true", help="lay --prompts out by the tokenizer's chat template"),
+    file_option("--text", "prompts are parts of it; default: random tokens"),
+    option("--rate", type=float, default=math.inf, help="requests a second, Poisson, inf: all at once"),
+    option("--input-len", type=count, default=1024, help="tokens of a prompt at most"),
+    option("--output-len", type=count, default=1024, help="tokens of an answer at most"),
+    option("--range-ratio", type=float, default=0.7, help="lengths are uniform from int(ratio * len) to len"),
+    option("--max-concurrency", type=count, nargs="+", default=(None,), help="most in the engine; default: all"),
+    option("--depth", type=_depth, nargs="+", default=(None,), help=f"drafted depth or {AUTO}; default: the tree's"),
+    option("--overlap", nargs="+", choices=("yes", "no"), default=("yes",), help="dispatch before reading results"),
+    option("--repeats", type=count, default=1, help="times that the load is served, all configurations in turns"),
+    option("--temperature", type=float, default=0.0, help="temperature of sampling, 0: greedy"),
+    option("--seed", type=int, default=0, help="seed of lengths, prompts and arrivals"),
+    TREES(default=(None, Tree.chain(1), Tree.topk(16, 4, 4))),
+    option("--shape", choices=SHAPES, help="random weights of this shape; default: none"),
+    option("--slots", type=count, default=32, help="requests that run at once"),
+    option("--page-size", type=count, default=16, help="tokens of a cache page"),
+    option("--prefill-budget", type=count, help="prompt tokens between two steps; default: the engine's"),
+)
+
+SIZE_HELP = "size of the written target; default: that of --shape"
+STATES = "default: layers 2, N//2 and N-3 of N if the small one reads these, else the same numbers"
+INFLATE = (
+    option("target", help='folder or hub id of a small model; "demo": the embedded pair\'s target'),
+    option("out", type=Path, help="folder to write"),
+    option("--head", help='folder or hub id of its EAGLE-3 head; "demo": the embedded one; default: none'),
+    option("--head-out", type=Path, metavar="DIR", help="folder to write the head to; default: none"),
+    option("--shape", choices=DENSE, help="names all sizes; default: every size is an option"),
+    *(
+        option(f"--{name.removesuffix('_size').replace('_', '-')}", type=count, dest=name, metavar="N", help=SIZE_HELP)
+        for name in (*SIZES, "draft_vocab_size")
+    ),
+    option("--feature-layers", type=ints, metavar="2,16,29", help=f"states that the written head reads; {STATES}"),
+    option("--dtype", choices=GROWN_DTYPES, default="bfloat16", help="dtype of the written weights"),
+    option("--overwrite", action="store_true", help="replace existing converted folders"),
+)
+
+OPTIONS = {  # by command
+    "step": STEP,
+    "kernels": KERNELS,
+    "acceptance": (*ACCEPTANCE, *PAIR),
+    "throughput": THROUGHPUT,
+    "serve": (*SERVE, *PAIR),
+    "inflate": INFLATE,
+}
