@@ -270,6 +270,25 @@ def test_strict_tools_in_a_format_that_no_grammar_can_force_are_refused(format_:
         auto_grammar(read_choice([tool("f")], None), format_, specials, False)
 
 
+def test_many_ordinary_strict_tools_have_a_grammar_and_too_large_ones_are_refused_unread() -> None:
+    text = {"anyOf": [{"enum": [f"a{i}" for i in range(5)]}, {"type": "object", "properties": {"q": {}}}]}
+    schema = {"type": "object", "properties": {f"property_{i}_of_the_tool": text for i in range(25)}}
+    many = [tool(f"f{i}", schema) for i in range(30)]
+    large = [tool(f"f{i}", {"properties": {"x" * 2**16: {"type": "nothing"}}}) for i in range(5)]
+    for each in (*many, *large):
+        each["function"]["strict"] = True
+    lark = lark_of("hermes", {}, many)
+    assert len(lark) > 120_000
+    arguments = json.dumps(dict.fromkeys(schema["properties"], "a1"))
+    call = f'<tool_call>{{"name": "f29", "arguments": {arguments}}}</tool_call>'
+    assert allows(lark, call, {}) and not allows(lark, call.replace("a1", "b1"), {})
+    with pytest.raises(ValueError, match=r"^tools: expected strict tools whose schemas have at most 262144 characters"):
+        read_choice(large, "auto")
+    many = [{**each, "function": {**each["function"], "name": f"g{i}"}} for i, each in enumerate(many * 3)]
+    with pytest.raises(ValueError, match=r"^tools: expected (strict )?tools whose .* at most 262144 characters"):
+        lark_of("hermes", {}, many)
+
+
 def test_strict_that_is_no_bool_is_refused() -> None:
     wrong = [{"type": "function", "function": {"name": "f", "strict": "yes"}}]
     with pytest.raises(ValueError, match=r"^tools\[0\]\.function\.strict: expected true or false, got 'yes'$"):

@@ -133,6 +133,11 @@ GRAMMARS: dict[str, Callable[[AutoGrammar], str | None]] = {
 }
 
 
+def is_needed(choice: ToolChoice, parallel_tool_calls: bool | None) -> bool:
+    """Return whether a grammar must keep what the request asks of calls that the model need not make."""
+    return choice.mode == "auto" and (bool(choice.strict) or parallel_tool_calls is False)
+
+
 def auto_grammar(
     choice: ToolChoice, format_name: str, specials: Mapping[str, int], parallel_tool_calls: bool | None
 ) -> str | None:
@@ -145,17 +150,22 @@ def auto_grammar(
         parallel_tool_calls: whether an answer may have several calls; None: yes.
 
     Raises:
-        ValueError: calls in this format are nothing that a grammar can force, or a schema is wrong.
+        ValueError: calls in this format are nothing that a grammar can force, a schema is wrong, or the grammar is too
+            long.
     """
-    is_parallel = parallel_tool_calls is not False
-    if choice.mode != "auto" or not (choice.strict or not is_parallel):
+    if not is_needed(choice, parallel_tool_calls):
         return None
     write = GRAMMARS.get(format_name, lambda grammar: None)
-    lark = write(AutoGrammar(choice, specials, is_parallel=is_parallel))
+    lark = write(AutoGrammar(choice, specials, is_parallel=parallel_tool_calls is not False))
     if lark is None:
         field = "tools: expected strict false" if choice.strict else "parallel_tool_calls: expected true"
         raise ValueError(
             f'{field} with tool_choice "auto", because no grammar can force calls in the format {format_name} of the '
             'model; change it, or set tool_choice to "required" or a tool'
+        )
+    if len(lark) > json_schema.MAX_GRAMMAR:
+        raise ValueError(
+            f"tools: expected tools whose grammar has at most {json_schema.MAX_GRAMMAR} characters, got {len(lark)}; "
+            "give fewer or smaller strict tools"
         )
     return lark
