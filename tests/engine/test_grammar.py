@@ -225,7 +225,7 @@ def test_grammar_input_without_tokenizer_tables_or_stop_ids_raises_naming_the_ca
         (dict(regex="\ud800"), r"regex: expected whole characters, got half of a surrogate pair, '\\ud800'"),
         (dict(grammar='start: "\ud800"'), "grammar: expected whole characters"),
         (dict(regex="a" * 70000), "regex: expected at most 65536 characters, got 70000"),
-        (dict(grammar="a" * 70000), "grammar: expected at most 65536 characters, got 70000"),
+        (dict(grammar="a" * 270000), "grammar: expected at most 262144 characters, got 270000"),
         (
             dict(regex="a", json_schema={}),
             "json_schema: expected only one of .* got regex too",

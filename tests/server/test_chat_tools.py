@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 
+from jspec.server.routes import chat
+from jspec.server.tool_calls.auto_grammar import auto_grammar
 from tests.support import serving, tool_serving
 from tests.support.tool_serving import saying
 
@@ -138,6 +141,20 @@ def test_answer_in_a_schema_has_no_reasoning_even_if_the_prompt_ends_inside_it(c
     assert json.loads(message.content) in ({"x": 1}, {"x": 2})
     free = ask(client, extra_body=inside, max_tokens=8).choices[0].message  # the negative control
     assert free.reasoning_content and not free.content
+
+
+def test_grammar_of_strict_tools_is_written_where_grammars_are_compiled(
+    client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+
+    def write(*args: Any) -> str | None:
+        threads.append(threading.current_thread().name)
+        return auto_grammar(*args)
+
+    monkeypatch.setattr(chat, "auto_grammar", write)
+    ask(client, tools=STRICT, max_tokens=2)
+    assert len(threads) == 1 and threads[0].startswith("jspec-grammar")
 
 
 def test_parser_by_name_overrides_the_templates() -> None:

@@ -171,10 +171,12 @@ STRICT = [tool("f", X), tool("g", X)]
 STRICT[0]["function"]["strict"] = True
 TOKENS = {text: 0xC0 + i for i, text in enumerate(["<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", *harmony.MARKERS])}
 HEAD, TO = "<|channel|>analysis<|message|>Need f.<|end|><|start|>assistant", "to=functions."
-ALLOWED = {  # texts in each format that a strict tool allows, and whether each has at most one call
+ALLOWED = {  # texts in each format that a strict tool allows, and whether each has one call at its end or none
     "hermes": [
         ("a < b, <tool", True),
-        ('Look: <tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call> b', True),
+        ('Look: <tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>', True),
+        ('Look: <tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call> b', False),
+        ('<tool_call>{"name": "g", "arguments": {}}</tool_call>\n', True),
         ('<tool_call>{"name": "g", "arguments": {"x": 3}}</tool_call>', True),
         ('<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>' * 2, False),
     ],
@@ -187,6 +189,7 @@ ALLOWED = {  # texts in each format that a strict tool allows, and whether each 
         ("[1, 2]", True),
         ('Look:[TOOL_CALLS]f[ARGS]{"x": 2}', True),
         ('[TOOL_CALLS] [{"name": "f", "arguments": {"x": 2}}]', True),
+        ('[TOOL_CALLS]f[ARGS]{"x": 2} b', False),
         ('[TOOL_CALLS]f[ARGS]{"x": 2}[TOOL_CALLS]g[ARGS]{}', False),
         ('[TOOL_CALLS][{"name": "f", "arguments": {"x": 2}}, {"name": "g", "arguments": {}}]', False),
     ],
@@ -195,6 +198,7 @@ ALLOWED = {  # texts in each format that a strict tool allows, and whether each 
         (f"{HEAD}<|channel|>final<|message|>x = 1<|return|>", True),
         (f'{HEAD}<|channel|>commentary {TO}f <|constrain|>json<|message|>{{"x": 1}}<|call|>', True),
         (f'<|start|>assistant {TO}g<|channel|>commentary json<|message|>{{"x": 3}}', True),
+        (f"<|channel|>commentary {TO}g<|message|>{{}}<|call|><|start|>assistant<|channel|>final<|message|>a", False),
         (f"<|channel|>commentary {TO}g<|message|>{{}}<|end|>{HEAD} {TO}g<|channel|>commentary<|message|>{{}}", False),
     ],
 }
@@ -246,8 +250,10 @@ def test_grammar_of_strict_tools_leaves_text_free_and_calls_only_as_the_schema_s
         assert allows(lark, text, specials), text
         assert allows(alone, text, specials) is is_single, text
         parser = parser_for(None, format_, read_choice(STRICT, "auto"), None)
-        calls = joined([*parser.push(text), *parser.finish()]).calls
-        assert (len(calls) < 2) is is_single  # as the reader finds them
+        parts = [*parser.push(text), *parser.finish()]
+        calls = joined(parts).calls
+        is_last = not calls or parts[-1].call is not None
+        assert (len(calls) < 2 and is_last) is is_single  # as the reader finds them
         assert all(json.loads(arguments) in ({"x": 1}, {"x": 2}) for name, arguments in calls if name == "f")
     for text in REFUSED[format_]:
         assert not allows(lark, text, specials), text
@@ -268,6 +274,25 @@ def test_strict_tools_in_a_format_that_no_grammar_can_force_are_refused(format_:
         auto_grammar(read_choice(STRICT, None), format_, specials, None)
     with pytest.raises(ValueError, match=r'^parallel_tool_calls: expected true .*"required"'):
         auto_grammar(read_choice([tool("f")], None), format_, specials, False)
+
+
+def test_many_ordinary_strict_tools_have_a_grammar_and_too_large_ones_are_refused_unread() -> None:
+    text = {"anyOf": [{"enum": [f"a{i}" for i in range(5)]}, {"type": "object", "properties": {"q": {}}}]}
+    schema = {"type": "object", "properties": {f"property_{i}_of_the_tool": text for i in range(25)}}
+    many = [tool(f"f{i}", schema) for i in range(30)]
+    large = [tool(f"f{i}", {"properties": {"x" * 2**16: {"type": "nothing"}}}) for i in range(5)]
+    for each in (*many, *large):
+        each["function"]["strict"] = True
+    lark = lark_of("hermes", {}, many)
+    assert len(lark) > 120_000
+    arguments = json.dumps(dict.fromkeys(schema["properties"], "a1"))
+    call = f'<tool_call>{{"name": "f29", "arguments": {arguments}}}</tool_call>'
+    assert allows(lark, call, {}) and not allows(lark, call.replace("a1", "b1"), {})
+    with pytest.raises(ValueError, match=r"^tools: expected strict tools whose schemas have at most 262144 characters"):
+        read_choice(large, "auto")
+    many = [{**each, "function": {**each["function"], "name": f"g{i}"}} for i, each in enumerate(many * 3)]
+    with pytest.raises(ValueError, match=r"^tools: expected (strict )?tools whose .* at most 262144 characters"):
+        lark_of("hermes", {}, many)
 
 
 def test_strict_that_is_no_bool_is_refused() -> None:

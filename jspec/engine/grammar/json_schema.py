@@ -14,7 +14,8 @@ from urllib.parse import unquote
 from jspec.core.shorten import short
 from jspec.engine.grammar.closed_schema import closed
 
-MAX_CHARACTERS = 2**16  # most characters in the text of a schema, an expression or a grammar
+MAX_CHARACTERS = 2**16  # most characters in the text of a schema or an expression
+MAX_GRAMMAR = 2**18  # most characters in the text of a grammar, such as that of many tools
 MAX_VALUES = 2000  # most values of one enum, and most properties of one object
 MAX_LEVELS = 50  # most levels of schemas inside schemas
 MAX_DIGITS = 1000  # most digits of an integer in the text of a schema
@@ -142,30 +143,31 @@ def half_character(text: str) -> str | None:
     return next((letter for letter in text if "\ud800" <= letter <= "\udfff"), None)
 
 
-def check_text(field: str, text: str) -> None:
+def check_text(field: str, text: str, most: int = MAX_CHARACTERS) -> None:
     """Refuse a text that is too long, or that contains half of a surrogate pair.
 
     Args:
         field: name of the request's field, for the error message.
         text: the field's value.
+        most: most characters that it may have.
     """
-    if len(text) > MAX_CHARACTERS:
-        raise ValueError(f"{field}: expected at most {MAX_CHARACTERS} characters, got {len(text)}; make it smaller")
+    if len(text) > most:
+        raise ValueError(f"{field}: expected at most {most} characters, got {len(text)}; make it smaller")
     wrong = half_character(text)
     if wrong is not None:
         raise ValueError(f"{field}: expected whole characters, got half of a surrogate pair, {wrong!r}; leave it out")
 
 
-def check_size(schema: Mapping[str, Any]) -> None:
+def check_size(schema: Mapping[str, Any], most: int = MAX_CHARACTERS) -> None:
     """Refuse a schema whose JSON text is certainly too long, before the text is written.
 
     A schema with one dict in many places has a very long text. This counts the least that a text needs: a character for
     each key or value, and the characters of strings.
 
     Raises:
-        ValueError: the text would have more than `MAX_CHARACTERS` characters.
+        ValueError: the text would have more than ``most`` characters.
     """
-    left, end = MAX_CHARACTERS, object()
+    left, end = most, object()
     parts: list[Iterator[Any]] = [iter([schema])]
     while parts:
         value: Any = next(parts[-1], end)
@@ -174,7 +176,7 @@ def check_size(schema: Mapping[str, Any]) -> None:
             continue
         left -= 1 + (len(value) if isinstance(value, str) else 0)
         if left < 0:
-            raise ValueError(f"json_schema: expected at most {MAX_CHARACTERS} characters, got more; make it smaller")
+            raise ValueError(f"json_schema: expected at most {most} characters, got more; make it smaller")
         if isinstance(value, Mapping):
             parts += [iter(value.values()), iter(value)]
         elif isinstance(value, (list, tuple)):

@@ -239,9 +239,9 @@ def _normalised(params: SamplingParams) -> dict[str, Any]:
         )
     if params.json_schema is not None:
         values["json_schema"] = json_schema.text_of(params.json_schema)
-    for name in ("regex", "grammar"):  # stored as given; only checked, as `text_of` checks a schema
-        if isinstance(getattr(params, name), str):
-            json_schema.check_text(name, getattr(params, name))
+    for name, most in (("regex", json_schema.MAX_CHARACTERS), ("grammar", json_schema.MAX_GRAMMAR)):
+        if isinstance(getattr(params, name), str):  # stored as given; only checked, as `text_of` checks a schema
+            json_schema.check_text(name, getattr(params, name), most)
     if isinstance(params.logit_bias, Mapping):
         copied = {_id_of(key): bias for key, bias in params.logit_bias.items()}  # keys from JSON are texts
         # If two keys give one id, such as 5 and "5", keep the texts: `RULES` then refuses them.

@@ -38,6 +38,7 @@ class Answer(ABC):
         table: the route's fields.
         prefix, kind, chunk_kind: beginning of the id, and "object" of a body and of a chunk of a stream.
         prompt_field: the field that has the prompt.
+        has_grammar: whether the completions follow a grammar.
         requests: the engine's requests, one a prompt, after `prepare`.
     """
 
@@ -62,6 +63,7 @@ class Answer(ABC):
         self._check(ask)
         self.params = ask.sampling_params(service.settings.sampling)
         self.n = self.params.n
+        self.has_grammar = self.params.grammar_field is not None
 
     def _check(self, ask: Ask) -> None:
         """Check fields that depend on one another."""
@@ -204,8 +206,7 @@ class Generate:
         with service.tracing() if answer.is_traced else contextlib.nullcontext():
             with service.calls.room(answer.count, "n" if answer.num_prompts == 1 else answer.prompt_field):
                 async with _until(deadline):
-                    has_grammar = answer.params.grammar_field is not None
-                    answer.requests = await service.in_thread(answer.prepare, has_grammar=has_grammar)
+                    answer.requests = await service.in_thread(answer.prepare, has_grammar=answer.has_grammar)
             await (self._stream if answer.is_stream else self._whole)(answer, send, deadline)
 
     async def _whole(self, answer: Answer, send: Send, deadline: float | None) -> None:

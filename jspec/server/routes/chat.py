@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from jspec.engine.callers.text_generator import TextGenerator
@@ -19,7 +20,7 @@ from jspec.server.reading.text_reader import AnswerPart, AnswerSpan, OutputParse
 from jspec.server.routes.answers import Answer, finish_reason, stop_reason
 from jspec.server.routes.service import Service
 from jspec.server.tool_calls import forced
-from jspec.server.tool_calls.auto_grammar import auto_grammar
+from jspec.server.tool_calls.auto_grammar import auto_grammar, is_needed
 from jspec.server.tool_calls.calls import call_delta, whole_calls
 from jspec.server.tool_calls.choose import MARKERS, format_of, parser_for, prompt_text, template_of
 from jspec.server.tool_calls.grammar import tool_grammar
@@ -114,8 +115,10 @@ class ChatAnswer(Answer):
         self._reasoning = reasoning.format_name(self._template, service.settings.reasoning_parser)
         self._reasons = service.settings.reasoning and _may_reason(ask, self._reasoning)
         self._choice = self._read_tools(service, ask)
+        self._has_auto_grammar = is_needed(self._choice, ask.own.get("parallel_tool_calls"))
         super().__init__(service, ask)
-        self.names |= template_names(self.own)
+        self.has_grammar |= self._has_auto_grammar
+        self.names |= template_names(self.own) | ({"grammar": "tools"} if self._has_auto_grammar else {})
         self._messages: dict[int, ChatMessage] = {}  # of each choice, once the prompt is rendered
 
     def _read_tools(self, service: Service, ask: Ask) -> ToolChoice:
@@ -125,24 +128,21 @@ class ChatAnswer(Answer):
             choice = read_choice(fields.get("tools"), fields.get("tool_choice"))
             parser_for(self._template, service.settings.tool_parser, choice, None)  # raises before the prompt is made
             grammar = tool_grammar(choice, fields.get("parallel_tool_calls"))
-            lark = self._auto_grammar(service, choice, fields.get("parallel_tool_calls"))
         except ValueError as error:
             raise refused(error, ask.names) from error
         if grammar is not None:
             ask.set("tool_choice", grammar)
         elif choice.mode == "auto":
-            _check_alone(ask, has_grammar=lark is not None)
-        if lark is not None:
-            ask.set("tools", {"grammar": lark})
+            _check_alone(ask, has_grammar=is_needed(choice, fields.get("parallel_tool_calls")))
         if self._reasoning is not None or choice.mode != "none":
             ask.params["visible_special_tokens"] = MARKERS
         return choice
 
-    def _auto_grammar(self, service: Service, choice: ToolChoice, parallel_tool_calls: bool | None) -> str | None:
-        specials = getattr(service.engine.tokenizer, "special_texts", {})
+    def _auto_grammar(self) -> str | None:
+        specials = getattr(self.service.engine.tokenizer, "special_texts", {})
         shown = {text: token for text, token in specials.items() if text in MARKERS}
-        format_name = format_of(self._template, service.settings.tool_parser)
-        return auto_grammar(choice, format_name, shown, parallel_tool_calls)
+        format_name = format_of(self._template, self.service.settings.tool_parser)
+        return auto_grammar(self._choice, format_name, shown, self.own.get("parallel_tool_calls"))
 
     def _parser(self, prompt: list[int]) -> OutputParser | None:
         """Return what splits the text of one completion; None: all of it is content.
@@ -161,6 +161,8 @@ class ChatAnswer(Answer):
         return parser_for(self._template, name, self._choice, reasoning_name, prompt=end, prefill=prefill)
 
     def make_requests(self) -> list[Request]:
+        if self._has_auto_grammar:
+            self.params = replace(self.params, grammar=self._auto_grammar())
         ids = render(self.service.engine.tokenizer, self.own)
         request = self.service.engine.prepare(ids, self.params, trace=self.is_traced)
         self._messages = {index: ChatMessage(self._parser(ids)) for index in range(self.n)}

@@ -33,11 +33,11 @@ class AutoGrammar:
 
     Attributes:
         names: the names of the tools.
-        more: how often what has a call may follow: any number of times, or once.
+        is_parallel: whether an answer may have several calls; after a single one nothing follows.
     """
 
     def __init__(self, choice: ToolChoice, specials: Mapping[str, int], *, is_parallel: bool) -> None:
-        self.names, self.specials, self.more = list(choice.schemas), specials, "*" if is_parallel else "?"
+        self.names, self.specials, self.is_parallel = list(choice.schemas), specials, is_parallel
         self._rules = [
             _json_rule(f"args{i}", name, schema if name in choice.strict else {"type": "object"})
             for i, (name, schema) in enumerate(choice.schemas.items())
@@ -49,7 +49,7 @@ class AutoGrammar:
 
     def listed(self, separator: str) -> str:
         """Return a list of calls, or one call, with a separator between them."""
-        return f'call (SP "{separator}" SP call)*' if self.more == "*" else "call"
+        return f'call (SP "{separator}" SP call)*' if self.is_parallel else "call"
 
     def of(self, trigger: str, calls: str, *, bare: str = "") -> str:
         """Return the grammar of answers with free text, in which a marker announces calls.
@@ -65,7 +65,8 @@ class AutoGrammar:
             before = f"free {self.marker(trigger)}"
         else:
             before = f"{inside}trigger\ntrigger[lazy]: /(?s:.*){re.escape(trigger)}/"
-        start = f"({bare} | before SP {calls}) SP | free" if bare else f"(before SP {calls} SP){self.more} free"
+        called = f"({bare} | before SP {calls}) SP" if bare else f"before SP {calls} SP"
+        start = f"({called})* free" if self.is_parallel and not bare else f"{called} | free"
         text = _text(f"(?s:.*{re.escape(trigger)}.*)", *([BARE_CALL] if bare else []))
         return self.whole(f"start: {start}", f"before: {before}", f"free: {inside}TEXT?", text)
 
@@ -115,9 +116,11 @@ def _harmony(grammar: AutoGrammar) -> str | None:
         in_role = f"/(assistant)?[ ]?{to}[ ]?/ ({channel} HEADER?)?"
         in_channel = f"HEADER? {channel} /[a-z]+[ ]{to}([ ][a-z]*)?/"
         calls += [f"{header} ({constrain} HEADER?)? {message} SP args{i} SP" for header in (in_role, in_channel)]
+    after = "(separator+ text?)*)*" if grammar.is_parallel else "end?)?"
     return grammar.whole(
-        f"start: (text | TEXT)? (separator+ text?)* (separator* tool (separator+ text?)*){grammar.more}",
-        f"separator: {' | '.join(map(grammar.marker, harmony.ENDS))}",
+        f"start: (text | TEXT)? (separator+ text?)* (separator* tool {after}",
+        f"separator: end | {grammar.marker(harmony.START)}",
+        f"end: {' | '.join(grammar.marker(marker) for marker in harmony.ENDS if marker != harmony.START)}",
         f"text: HEADER? ({channel} HEADER?)? ({constrain} HEADER?)? {message} TEXT?",
         f"tool: {' | '.join(calls)}",
         "HEADER: /[^=]+/",  # and so without a recipient
@@ -133,6 +136,11 @@ GRAMMARS: dict[str, Callable[[AutoGrammar], str | None]] = {
 }
 
 
+def is_needed(choice: ToolChoice, parallel_tool_calls: bool | None) -> bool:
+    """Return whether a grammar must keep what the request asks of calls that the model need not make."""
+    return choice.mode == "auto" and (bool(choice.strict) or parallel_tool_calls is False)
+
+
 def auto_grammar(
     choice: ToolChoice, format_name: str, specials: Mapping[str, int], parallel_tool_calls: bool | None
 ) -> str | None:
@@ -145,17 +153,22 @@ def auto_grammar(
         parallel_tool_calls: whether an answer may have several calls; None: yes.
 
     Raises:
-        ValueError: calls in this format are nothing that a grammar can force, or a schema is wrong.
+        ValueError: calls in this format are nothing that a grammar can force, a schema is wrong, or the grammar is too
+            long.
     """
-    is_parallel = parallel_tool_calls is not False
-    if choice.mode != "auto" or not (choice.strict or not is_parallel):
+    if not is_needed(choice, parallel_tool_calls):
         return None
     write = GRAMMARS.get(format_name, lambda grammar: None)
-    lark = write(AutoGrammar(choice, specials, is_parallel=is_parallel))
+    lark = write(AutoGrammar(choice, specials, is_parallel=parallel_tool_calls is not False))
     if lark is None:
         field = "tools: expected strict false" if choice.strict else "parallel_tool_calls: expected true"
         raise ValueError(
             f'{field} with tool_choice "auto", because no grammar can force calls in the format {format_name} of the '
             'model; change it, or set tool_choice to "required" or a tool'
+        )
+    if len(lark) > json_schema.MAX_GRAMMAR:
+        raise ValueError(
+            f"tools: expected tools whose grammar has at most {json_schema.MAX_GRAMMAR} characters, got {len(lark)}; "
+            "give fewer or smaller strict tools"
         )
     return lark

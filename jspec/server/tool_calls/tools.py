@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jspec.core.shorten import short
+from jspec.engine.grammar import json_schema
 from jspec.engine.grammar.closed_schema import closed
 
 MODES = ("none", "auto", "required")
@@ -97,6 +98,7 @@ def _read_tools(tools: Any) -> dict[str, Any]:
     if not isinstance(tools, list) or len(tools) > MAX_TOOLS:
         size = f"{len(tools)} tools" if isinstance(tools, list) else short(tools)
         raise ValueError(f"tools: expected a list of at most {MAX_TOOLS} tools, got {size}")
+    _check_size(tools)
     schemas: dict[str, Any] = {}
     for index, tool in enumerate(tools):
         name = _name_of(tool, f"tools[{index}]")
@@ -107,6 +109,19 @@ def _read_tools(tools: Any) -> dict[str, Any]:
         if strict not in (True, False, None):
             raise ValueError(f"tools[{index}].function.strict: expected true or false, got {short(strict)}")
     return schemas
+
+
+def _check_size(tools: list[Any]) -> None:
+    """Refuse strict tools whose schemas are too large together, before anything reads the schemas."""
+    functions = [tool.get("function") for tool in tools if isinstance(tool, Mapping)]
+    strict = [each.get("parameters") for each in functions if isinstance(each, Mapping) and each.get("strict")]
+    try:
+        json_schema.check_size({"prefixItems": strict}, json_schema.MAX_GRAMMAR)
+    except ValueError:
+        raise ValueError(
+            f"tools: expected strict tools whose schemas have at most {json_schema.MAX_GRAMMAR} characters together, "
+            "got more; give fewer or smaller strict tools"
+        ) from None
 
 
 def _name_of(tool: Any, field: str) -> str:
