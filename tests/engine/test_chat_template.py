@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from jspec.engine.text import template_process
 from jspec.engine.text.chat_template import ChatTemplate
 
 pytestmark = pytest.mark.once
@@ -119,3 +121,20 @@ def test_chat_template_after_its_process_was_killed_renders_again() -> None:
     last = one._process
     del one
     assert last is not None and last.wait(timeout=60) != 0, "the process ends with its owner"
+
+
+def test_variables_of_a_template_are_looked_up_once() -> None:
+    template_process._variables.cache_clear()
+    for wanted in (["tools"], ["lost"], ["tools", "bos_token"]):
+        unread = template_process._unread("{% set seen = tools %}{{ bos_token }}{{ seen }}{{ messages }}", wanted)
+        assert unread == ({"unread": "lost", "read": "bos_token, tools"} if wanted == ["lost"] else {})
+    assert template_process._variables.cache_info().misses == 1
+
+
+def test_conversation_and_its_copy_have_twice_the_time_of_one_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
+    tasks: list[str] = []
+    renderer = ChatTemplate("folder", seconds=3.0)
+    monkeypatch.setattr(renderer, "_ask", lambda task: tasks.append(task) or {"texts": ["", ""]})
+    assert renderer.render(Templated(""), []) == ""
+    (task,) = map(json.loads, tasks)
+    assert len(task[1]["conversations"]) == 2 and task[-1] == 6.0

@@ -23,7 +23,7 @@ from jspec.engine.text import template_process
 from jspec.engine.text.conversation import FAILED, MarkedCopy, forms, wrong_arguments
 
 SECONDS, GIB = 5.0, 1.0  # limits: seconds of CPU time for one conversation, and GiB of memory for the process
-PATIENCE = 12  # a process without an answer after PATIENCE times its CPU limit is ended
+PATIENCE = 12  # a process without an answer after PATIENCE times the CPU limit of one conversation is ended
 
 
 class UnreadVariable(ValueError):
@@ -94,7 +94,8 @@ class ChatTemplate:
         for form in forms(messages, template):
             copy = MarkedCopy(form)
             both = {**options, "conversations": [form, copy.messages]}
-            answer = self._ask(_to_json([template, both, special, wanted, self._seconds]))
+            seconds = 2 * self._seconds  # for the form and its copy
+            answer = self._ask(_to_json([template, both, special, wanted, seconds]))
             fault = f"{FAILED}{answer['error']}" if "error" in answer else copy.fault(answer["texts"][1])
             if not fault:
                 return answer["texts"][0]

@@ -10,7 +10,8 @@ import json
 import signal
 import sys
 from collections.abc import Sequence
-from typing import IO, Any
+from functools import lru_cache
+from typing import IO
 
 ADDED = 2**20  # most characters that a template may add to the messages
 SHOWN = 200  # most characters of a jinja2 error that are shown
@@ -37,7 +38,7 @@ def serve(tasks: IO[str], answers: IO[str], memory: int) -> None:
         if hasattr(signal, "ITIMER_PROF"):
             signal.setitimer(signal.ITIMER_PROF, seconds)  # this signal ends the process
         try:
-            answer = _unread(chat_template_utils, template, wanted)
+            answer = _unread(template, wanted)
             if not answer:
                 options["chat_template"] = template
                 texts, _ = chat_template_utils.render_jinja_template(**options, **variables)
@@ -51,20 +52,23 @@ def serve(tasks: IO[str], answers: IO[str], memory: int) -> None:
         answers.flush()
 
 
-def _unread(utils: Any, template: str, wanted: Sequence[str]) -> dict[str, str]:
-    """Return the first wanted variable that a template never reads, and all that it reads; {} if it reads all wanted.
-
-    Args:
-        utils: the module of transformers that knows the syntax of chat templates.
-    """
+def _unread(template: str, wanted: Sequence[str]) -> dict[str, str]:
+    """Return the first wanted variable that a template never reads, and all that it reads; {} if it reads all."""
     if not wanted:
         return {}
-    from jinja2 import meta
-
-    syntax = utils._compile_jinja_template(template).environment
-    read = meta.find_undeclared_variables(syntax.parse(template)) - syntax.globals.keys() - {"messages"}
+    read = _variables(template)
     missing = [name for name in wanted if name not in read]
     return {"unread": missing[0][:SHOWN], "read": ", ".join(sorted(read))[:SHOWN]} if missing else {}
+
+
+@lru_cache(maxsize=64)
+def _variables(template: str) -> frozenset[str]:
+    """Return the variables that a template reads; a template of 16 kB takes about 70 ms."""
+    from jinja2 import meta
+    from transformers.utils import chat_template_utils
+
+    syntax = chat_template_utils._compile_jinja_template(template).environment
+    return frozenset(meta.find_undeclared_variables(syntax.parse(template)) - syntax.globals.keys() - {"messages"})
 
 
 if __name__ == "__main__":
