@@ -6,9 +6,8 @@ import argparse
 from pathlib import Path
 
 from convert.huggingface import FLOATS
-from jspec.core.config import QUANTIZE
 
-STORED = tuple(kind for kind in QUANTIZE if kind != "fp8_dynamic")  # its weights are those of fp8
+STORED = ("int8", "fp8", "int4")  # for all weights; those of "fp8_dynamic" are fp8, and "mxfp4" is of experts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

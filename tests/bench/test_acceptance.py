@@ -21,6 +21,7 @@ from jspec.engine.request.metrics import Metrics
 from jspec.tools import demo
 from jspec.tools.bench import acceptance, pair
 from jspec.tools.bench.acceptance import AcceptanceCase, MeasuredAcceptance, text_places
+from jspec.tools.bench.options import MEASURED
 from jspec.tools.bench.pair import BenchPair
 from jspec.tools.bench.report import table_of
 from jspec.tools.command_line import make_parser
@@ -44,8 +45,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_acceptance_cases_combine_each_rule_with_the_trees_it_supports() -> None:
-    found = {(case.accept, str(case.tree)) for case in acceptance.cases(ACCEPT_RULES, acceptance.TREES)}
-    chain, static, dynamic = map(str, acceptance.TREES)
+    found = {(case.accept, str(case.tree)) for case in acceptance.cases(ACCEPT_RULES, MEASURED)}
+    chain, static, dynamic = map(str, MEASURED)
     everywhere = {
         (rule, tree) for rule in ("coupled", "multi_candidate", "typical") for tree in (chain, static, dynamic)
     }

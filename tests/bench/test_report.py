@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Iterator
@@ -14,10 +15,14 @@ import pytest
 
 from jspec import Tree
 from jspec.__main__ import main
-from jspec.tools.bench import report
+from jspec.models.mlps.mlp_config import Dense
+from jspec.tools.bench import options, random_models, report, step
 from jspec.tools.bench.cli import COMMANDS, GONE
+from jspec.tools.bench.inflate.grow import GrownSizes
 from jspec.tools.bench.report import Column, Report
 from jspec.tools.command_line import make_parser
+from jspec.tools.convert_command import STORED
+from pallas_kernels.layers.weights import EXPERT_KINDS, KINDS
 
 pytestmark = pytest.mark.once
 
@@ -136,3 +141,15 @@ def test_bench_option_with_wrong_value_prints_what_was_expected(
     with pytest.raises(SystemExit, match="2"):
         main(["bench", *words.split()])
     assert message in capsys.readouterr().err
+
+
+def test_shapes_and_drafters_of_the_options_are_those_that_the_commands_know() -> None:
+    assert list(options.SHAPES) == sorted(random_models.TARGETS)
+    dense = {name for name, one in random_models.TARGETS.items() if all(isinstance(x.mlp, Dense) for x in one.layers)}
+    assert list(options.DENSE) == sorted(dense)
+    assert list(options.DRAFTERS) == sorted(step.DRAFTERS)
+    assert options.KINDS == KINDS
+    assert tuple(kind for kind in KINDS if kind in EXPERT_KINDS) == STORED
+    fields = {field.name for field in dataclasses.fields(GrownSizes)}
+    assert {*options.SIZES, "draft_vocab_size"} == fields
+    assert set(options.OPTIONS) == set(COMMANDS)
