@@ -6,6 +6,7 @@ import argparse
 import io
 import json
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -86,8 +86,7 @@ def engine(*, drafted: bool, target: Model | None = None) -> Engine:
     """
     drafter = jspec.Eagle3.from_pretrained(HEAD, tree=jspec.Tree.chain(LENGTH), dtype="float32") if drafted else None
     model = jspec.Model.from_pretrained(TARGET, dtype="float32") if target is None else target
-    words: dict[str, Any] = dict(tokenizer=str(TARGET), eos_ids=hub.eos_ids(TARGET))
-    return jspec.Engine(model, drafter=drafter, **words, **OPTIONS)
+    return jspec.Engine(model, drafter=drafter, tokenizer=str(TARGET), **OPTIONS)
 
 
 def widened() -> Model:
