@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import jspec
-from convert import hub
 from jspec.tools.colour import has_colours, legend, painted
 from jspec.tools.progress import settled
 from jspec.tools.table import table
