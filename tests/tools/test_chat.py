@@ -15,6 +15,7 @@ import pytest
 from jspec import Engine, SamplingParams
 from jspec.__main__ import main
 from jspec.engine.request.request import Chunk
+from jspec.engine.text.tokenizer import HFTokenizer
 from jspec.tools import chat, colour, demo, generate
 from jspec.tools.speed_meter import SpeedMeter
 from tests.support import lettered, tool_serving
@@ -208,6 +209,11 @@ def test_chat_command_without_a_chat_template_names_what_to_do_and_exits_2(
     error = capsys.readouterr().err
     assert "no chat template" in error and "jspec generate" in error and error.count("\n") == 1
     assert "--chat-template FILE" in error
+
+
+def test_chat_template_of_the_embedded_model_begins_as_its_texts_do() -> None:
+    tokenizer = HFTokenizer(demo.TARGET)
+    assert tokenizer.chat([{"role": "user", "content": "def f():"}]) == tokenizer.encode("def f():")
 
 
 @pytest.mark.parametrize("command", ["chat", "serve", "generate --system a"])

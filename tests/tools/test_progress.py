@@ -132,14 +132,23 @@ def test_progress_bars_on_the_terminal_of_the_text_erase_none_of_it(
     master, slave = os.openpty()
     termios.tcsetwinsize(slave, (40, 100))
     monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
+    parts: list[bytes] = []
+
+    def read() -> None:
+        with contextlib.suppress(OSError):  # the other end is closed
+            while part := os.read(master, 2**12):
+                parts.append(part)
+
+    reader = threading.Thread(target=read)
+    reader.start()
     with open(slave, "w") as terminal:
         monkeypatch.setattr(sys, "stdout", terminal)
         monkeypatch.setattr(sys, "stderr", terminal)
         command(*[monkeypatch] * (command is complete))
-        terminal.flush()
-        raw = os.read(master, 2**16).decode()
     monkeypatch.undo()
+    reader.join()
     os.close(master)
+    raw = b"".join(parts).decode()
     start = demo.PROMPT if command is demonstrate else ""
     assert raw.count("compiling") >= 2, "negative control: bars were drawn"
     assert f"\n{start}{TEXT}" in f"\n{shown(raw)}"
