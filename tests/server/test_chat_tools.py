@@ -10,6 +10,7 @@ from typing import Any
 import openai
 import pytest
 
+from jspec.engine.text.tokenizer import HFTokenizer
 from jspec.server.routes import chat
 from jspec.server.tool_calls.auto_grammar import auto_grammar
 from tests.support import serving, tool_serving
@@ -155,6 +156,47 @@ def test_grammar_of_strict_tools_is_written_where_grammars_are_compiled(
     monkeypatch.setattr(chat, "auto_grammar", write)
     ask(client, tools=STRICT, max_tokens=2)
     assert len(threads) == 1 and threads[0].startswith("jspec-grammar")
+
+
+PLAIN = """{# reads no tools #}{% for message in messages %}
+{%- if (message.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif -%}
+[{{ message.role }}] {{ message.content }}{% endfor %}"""
+HISTORY: list[dict[str, Any]] = [
+    {"role": "user", "content": "Hi"},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {"id": id_, "type": "function", "function": {"name": "f", "arguments": text}}
+            for id_, text in (("a", '{"x": 1}'), ("b", '{"x": 2}'))
+        ],
+    },
+    {"role": "tool", "tool_call_id": "a", "content": "one"},
+    {"role": "tool", "tool_call_id": "b", "content": "two"},
+    {"role": "user", "content": "And?"},
+]
+RENDERED = """[assistant] [{"name": "f", "arguments": {"x": 1}}, {"name": "f", "arguments": {"x": 2}}]\
+[user] Result of f:
+one
+
+Result of f:
+two
+
+And?"""
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}, "none", "auto"])
+def test_template_without_tools_gets_calls_and_results_as_texts(choice: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = tool_serving.engine().tokenizer
+    assert isinstance(tokenizer, HFTokenizer)
+    monkeypatch.setattr(tokenizer._tokenizer, "chat_template", PLAIN)
+    fields = {"messages": HISTORY, "tools": TOOLS, "tool_choice": choice}
+    if choice == "auto":
+        with pytest.raises(ValueError, match=r"^tools: .* never reads"):
+            chat.render(tokenizer, fields)
+        return
+    listed = "" if choice == "none" else f"Tools that can be called:\n{json.dumps(TOOLS[0]['function'])}\n\n"
+    assert tokenizer.decode(chat.render(tokenizer, fields)).strip() == f"[user] {listed}Hi{RENDERED}"
 
 
 def test_parser_by_name_overrides_the_templates() -> None:

@@ -10,9 +10,11 @@ from jspec.engine.callers.text_generator import TextGenerator
 from jspec.engine.request.request import Chunk, Request
 from jspec.engine.request.sampling_params import GRAMMARS
 from jspec.engine.request.too_long import check_characters
+from jspec.engine.text.chat_template import UnreadVariable
 from jspec.engine.text.tokenizer import Tokenizer
 from jspec.server.ask.fields import CHAT, Ask
 from jspec.server.ask.messages import render_messages
+from jspec.server.ask.values import count_characters
 from jspec.server.http.errors import invalid, refused
 from jspec.server.reading import reasoning
 from jspec.server.reading.logprobs import chat_entries, prompt_entries
@@ -42,10 +44,14 @@ def render(tokenizer: Tokenizer | None, fields: dict[str, Any]) -> list[int]:
     if "reasoning_effort" in fields:
         kwargs = {**options.get("chat_template_kwargs", {}), "reasoning_effort": fields["reasoning_effort"]}
         options["chat_template_kwargs"] = kwargs
-    is_forced = read_choice(fields.get("tools"), fields.get("tool_choice")).is_forced
-    if is_forced and not forced.is_in(template_of(tokenizer)):
-        messages = forced.with_tools(messages, options.pop("tools"))
-    return render_messages(tokenizer, messages, options)
+    choice = read_choice(fields.get("tools"), fields.get("tool_choice"))
+    try:
+        return render_messages(tokenizer, messages, options)
+    except UnreadVariable as error:
+        if error.name != "tools" or choice.mode == "auto":
+            raise
+    tools = options.pop("tools")
+    return render_messages(tokenizer, forced.with_tools(messages, tools if choice.is_forced else ()), options)
 
 
 def check_conversation(engine: TextGenerator, fields: dict[str, Any], field: str = "messages") -> None:
@@ -75,20 +81,6 @@ def check_length(engine: TextGenerator, field: str, size: int) -> None:
         check_characters(field, size, engine.config.max_len)
     except ValueError as error:
         raise refused(error, {}) from error
-
-
-def count_characters(value: Any) -> int:
-    """Return the number of characters of all texts in a JSON value, names among them."""
-    left, count = [value], 0
-    while left:
-        match left.pop():
-            case str() as text:
-                count += len(text)
-            case dict() as fields:
-                left += [*fields, *fields.values()]
-            case list() as values:
-                left += values
-    return count
 
 
 def template_names(fields: dict[str, Any]) -> dict[str, str]:
