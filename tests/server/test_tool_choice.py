@@ -23,6 +23,7 @@ EXAMPLES = {  # a chat template, and a call in its format
     "{{ '<tool_call>' }}": HERMES,
     "{{ '[TOOL_CALLS]' }}": "[TOOL_CALLS]f[ARGS]{}",
     "{{ '<|python_tag|>' }}": '<|python_tag|>{"name": "f", "parameters": {}}',
+    'Respond in the format {"name": function name, ...}.': '<|python_tag|>{"name": "f", "parameters": {}}',  # Llama 3.2
     "{{ '<|python_start|>' }} {{ '<|python_tag|>' }}": "[f()]",
     "[func_name1(params_name1=params_value1)] <|python_tag|>": "[f()]",
 }
