@@ -14,7 +14,7 @@ from jspec.engine.text.tokenizer import HFTokenizer
 from jspec.server.routes import chat
 from jspec.server.tool_calls.auto_grammar import auto_grammar
 from tests.support import serving, tool_serving
-from tests.support.tool_serving import saying
+from tests.support.tool_serving import saying, telling
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Once upon a time"}]
 SCHEMA = {
@@ -149,13 +149,23 @@ def test_grammar_of_strict_tools_is_written_where_grammars_are_compiled(
 ) -> None:
     threads: list[str] = []
 
-    def write(*args: Any) -> str | None:
+    def write(*args: Any, **more: Any) -> str | None:
         threads.append(threading.current_thread().name)
-        return auto_grammar(*args)
+        return auto_grammar(*args, **more)
 
     monkeypatch.setattr(chat, "auto_grammar", write)
     ask(client, tools=STRICT, max_tokens=2)
     assert len(threads) == 1 and threads[0].startswith("jspec-grammar")
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_strict_tools_leave_a_call_in_the_reasoning_as_it_is(client: openai.OpenAI, has_begun: bool) -> None:
+    thought = f"Not {CALL.replace('1', '3')}."
+    kwargs = {"extra_body": {"chat_template_kwargs": {"enable_thinking": True}}} if has_begun else {}
+    with telling(tool_serving.engine(), f"{'' if has_begun else '<think>'}{thought}</think>{CALL}"):
+        (choice,) = ask(client, tools=STRICT, **kwargs).choices
+    assert choice.message.reasoning_content == thought and choice.finish_reason == "tool_calls"
+    assert [call.function.arguments for call in choice.message.tool_calls] == ['{"x": 1}']
 
 
 PLAIN = """{# reads no tools #}{% for message in messages %}

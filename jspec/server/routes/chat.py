@@ -130,11 +130,22 @@ class ChatAnswer(Answer):
             ask.params["visible_special_tokens"] = MARKERS
         return choice
 
-    def _auto_grammar(self) -> str | None:
+    def _auto_grammar(self, prompt: list[int]) -> str | None:
         specials = getattr(self.service.engine.tokenizer, "special_texts", {})
         shown = {text: token for text, token in specials.items() if text in MARKERS}
         format_name = format_of(self._template, self.service.settings.tool_parser)
-        return auto_grammar(self._choice, format_name, shown, self.own.get("parallel_tool_calls"))
+        format_ = reasoning.FORMATS[self._reasoning] if self._reasons and self._reasoning is not None else None
+        has_begun = format_ is not None and reasoning.begun_in(format_, *self._prompt_texts(prompt)) is not None
+        is_parallel = self.own.get("parallel_tool_calls")
+        return auto_grammar(self._choice, format_name, shown, is_parallel, format_, has_begun=has_begun)
+
+    def _prompt_texts(self, prompt: list[int]) -> tuple[str, str]:
+        """Return the text of a prompt or of its end, and the beginning of the answer that it has."""
+        tokenizer, prefill = self.service.engine.tokenizer, ""
+        assert tokenizer is not None
+        if self.own.get("continue_final_message"):
+            prefill = self.own["messages"][-1].get("content") or ""
+        return prompt_text(tokenizer, prompt, is_whole=prefill != ""), prefill
 
     def _parser(self, prompt: list[int]) -> OutputParser | None:
         """Return what splits the text of one completion; None: all of it is content.
@@ -144,18 +155,14 @@ class ChatAnswer(Answer):
         """
         if self._choice.mode == "none" and not self._reasons:
             return None
-        tokenizer, prefill = self.service.engine.tokenizer, ""
-        assert tokenizer is not None
-        if self.own.get("continue_final_message"):
-            prefill = self.own["messages"][-1].get("content") or ""
-        end = prompt_text(tokenizer, prompt, is_whole=prefill != "")
+        end, prefill = self._prompt_texts(prompt)
         name, reasoning_name = self.service.settings.tool_parser, self._reasoning if self._reasons else None
         return parser_for(self._template, name, self._choice, reasoning_name, prompt=end, prefill=prefill)
 
     def make_requests(self) -> list[Request]:
-        if self._has_auto_grammar:
-            self.params = replace(self.params, grammar=self._auto_grammar())
         ids = render(self.service.engine.tokenizer, self.own)
+        if self._has_auto_grammar:
+            self.params = replace(self.params, grammar=self._auto_grammar(ids))
         request = self.service.engine.prepare(ids, self.params, trace=self.is_traced)
         self._messages = {index: ChatMessage(self._parser(ids)) for index in range(self.n)}
         return [request]
