@@ -10,10 +10,11 @@ from typing import Any
 import openai
 import pytest
 
+from jspec.engine.text.tokenizer import HFTokenizer
 from jspec.server.routes import chat
 from jspec.server.tool_calls.auto_grammar import auto_grammar
 from tests.support import serving, tool_serving
-from tests.support.tool_serving import saying
+from tests.support.tool_serving import saying, telling
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Once upon a time"}]
 SCHEMA = {
@@ -148,13 +149,64 @@ def test_grammar_of_strict_tools_is_written_where_grammars_are_compiled(
 ) -> None:
     threads: list[str] = []
 
-    def write(*args: Any) -> str | None:
+    def write(*args: Any, **more: Any) -> str | None:
         threads.append(threading.current_thread().name)
-        return auto_grammar(*args)
+        return auto_grammar(*args, **more)
 
     monkeypatch.setattr(chat, "auto_grammar", write)
     ask(client, tools=STRICT, max_tokens=2)
     assert len(threads) == 1 and threads[0].startswith("jspec-grammar")
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_strict_tools_leave_a_call_in_the_reasoning_as_it_is(client: openai.OpenAI, has_begun: bool) -> None:
+    thought = f"Not {CALL.replace('1', '3')}."
+    kwargs = {"extra_body": {"chat_template_kwargs": {"enable_thinking": True}}} if has_begun else {}
+    with telling(tool_serving.engine(), f"{'' if has_begun else '<think>'}{thought}</think>{CALL}"):
+        (choice,) = ask(client, tools=STRICT, **kwargs).choices
+    assert choice.message.reasoning_content == thought and choice.finish_reason == "tool_calls"
+    assert [call.function.arguments for call in choice.message.tool_calls] == ['{"x": 1}']
+
+
+PLAIN = """{# reads no tools #}{% for message in messages %}
+{%- if (message.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif -%}
+[{{ message.role }}] {{ message.content }}{% endfor %}"""
+HISTORY: list[dict[str, Any]] = [
+    {"role": "user", "content": "Hi"},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {"id": id_, "type": "function", "function": {"name": "f", "arguments": text}}
+            for id_, text in (("a", '{"x": 1}'), ("b", '{"x": 2}'))
+        ],
+    },
+    {"role": "tool", "tool_call_id": "a", "content": "one"},
+    {"role": "tool", "tool_call_id": "b", "content": "two"},
+    {"role": "user", "content": "And?"},
+]
+RENDERED = """[assistant] [{"name": "f", "arguments": {"x": 1}}, {"name": "f", "arguments": {"x": 2}}]\
+[user] Result of f:
+one
+
+Result of f:
+two
+
+And?"""
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}, "none", "auto"])
+def test_template_without_tools_gets_calls_and_results_as_texts(choice: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = tool_serving.engine().tokenizer
+    assert isinstance(tokenizer, HFTokenizer)
+    monkeypatch.setattr(tokenizer._tokenizer, "chat_template", PLAIN)
+    fields = {"messages": HISTORY, "tools": TOOLS, "tool_choice": choice}
+    if choice == "auto":
+        with pytest.raises(ValueError, match=r"^tools: .* never reads"):
+            chat.render(tokenizer, fields)
+        return
+    listed = "" if choice == "none" else f"Tools that can be called:\n{json.dumps(TOOLS[0]['function'])}\n\n"
+    assert tokenizer.decode(chat.render(tokenizer, fields)).strip() == f"[user] {listed}Hi{RENDERED}"
 
 
 def test_parser_by_name_overrides_the_templates() -> None:

@@ -23,6 +23,7 @@ EXAMPLES = {  # a chat template, and a call in its format
     "{{ '<tool_call>' }}": HERMES,
     "{{ '[TOOL_CALLS]' }}": "[TOOL_CALLS]f[ARGS]{}",
     "{{ '<|python_tag|>' }}": '<|python_tag|>{"name": "f", "parameters": {}}',
+    'Respond in the format {"name": function name, ...}.': '<|python_tag|>{"name": "f", "parameters": {}}',  # Llama 3.2
     "{{ '<|python_start|>' }} {{ '<|python_tag|>' }}": "[f()]",
     "[func_name1(params_name1=params_value1)] <|python_tag|>": "[f()]",
 }
@@ -101,7 +102,29 @@ def test_parser_for_required_calls_reads_one_call_or_an_array() -> None:
     one, other = '{"name": "f", "arguments": {"x": 1}}', '{"name":"get_time","arguments":{}}'
     assert check_every_split(make, one) == Joined(calls=[("f", '{"x": 1}')])
     assert check_every_split(make, f"[{one}, {other} ]") == Joined(calls=[("f", '{"x": 1}'), ("get_time", "{}")])
-    assert check_every_split(make, f"[{one}, {other[:20]}") == Joined(f", {other[:20]}", calls=[("f", '{"x": 1}')])
+    called = Joined(calls=[("f", '{"x": 1}')])
+    for size in range(other.index("{}")):  # cut before the arguments of the second call
+        assert check_every_split(make, f"[{one}, {other[:size]}") == called
+    for rest in (', {"a": 1}]', ", [", " a"):  # what is no call at all
+        assert check_every_split(make, f"[{one}{rest}") == Joined(rest, calls=called.calls)
+
+
+@pytest.mark.parametrize(
+    ("format_", "start", "separator"), [("mistral", "[TOOL_CALLS][", ","), ("llama3_json", "", ";")]
+)
+def test_list_of_calls_cut_inside_a_later_call_has_the_whole_calls_alone(
+    format_: str, start: str, separator: str
+) -> None:
+    one, other = '{"name": "f", "arguments": {"x": 1}}', f'{separator} {{"name": "get_time"'
+    make = partial(parser_for, None, format_, read_choice(TOOLS, None), None)
+    for size in range(len(other) + 1):
+        assert check_every_split(make, f"{start}{one}{other[:size]}") == Joined(calls=[("f", '{"x": 1}')])
+        parser = make()
+        parser.push(f"{start}{one}{other[:size]}")
+        parser.finish()
+        assert parser.has_broken_call is ("{" in other[:size])
+    wrong = f'{separator} {{"name": "h"'  # the negative control
+    assert check_every_split(make, f"{start}{one}{wrong}, ") == Joined(f"{wrong}, ", calls=[("f", '{"x": 1}')])
 
 
 def test_parser_for_allowed_tools_leaves_calls_of_others_in_the_content() -> None:

@@ -11,6 +11,7 @@ import pytest
 from jspec import Engine, SamplingParams
 from jspec.engine.grammar import json_schema
 from jspec.engine.grammar.cfg_matcher import LarkGrammar, Matcher
+from jspec.server.reading.reasoning import FORMATS
 from jspec.server.reading.text_reader import AnswerPart
 from jspec.server.tool_calls import harmony
 from jspec.server.tool_calls.auto_grammar import auto_grammar
@@ -257,6 +258,27 @@ def test_grammar_of_strict_tools_leaves_text_free_and_calls_only_as_the_schema_s
         assert all(json.loads(arguments) in ({"x": 1}, {"x": 2}) for name, arguments in calls if name == "f")
     for text in REFUSED[format_]:
         assert not allows(lark, text, specials), text
+
+
+@pytest.mark.parametrize("format_", ["hermes", "mistral"])
+@pytest.mark.parametrize("parallel", [None, False])
+def test_grammar_of_strict_tools_leaves_reasoning_free_up_to_its_end(format_: str, parallel: bool | None) -> None:
+    made = {"hermes": '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>', "mistral": '[TOOL_CALLS]f{"x": 1}'}
+    call, think = made[format_], FORMATS["think"]
+    wrong, choice = call.replace("1", "3"), read_choice(STRICT, "auto")
+    for has_begun in (False, True):
+        lark = auto_grammar(choice, format_, {}, parallel, think, has_begun=has_begun)
+        assert lark is not None
+        opening = "" if has_begun else "\n<think>"
+        for text in ("", "a", f"a{wrong}b", f"{wrong}</think>\n{call}", f"a</think>b</think>{call}"):
+            assert allows(lark, opening + text, {}), text
+        for text in (f"a</think>{wrong}", f"{wrong}</think>{wrong}", f"</think>{call}<think>{wrong}</think>"):
+            assert not allows(lark, opening + text, {}), text
+        assert allows(lark, wrong, {}) is allows(lark, f"a<think>{wrong}", {}) is has_begun
+        assert allows(lark, f"{opening}</think>{call * 2}", {}) is (parallel is None)
+        parser = parser_for(None, format_, choice, "think", prompt="<think>" if has_begun else "")
+        answer = joined([*parser.push(f"{opening}a{wrong}</think>{call}"), *parser.finish()])
+        assert (answer.reasoning, answer.calls) == (f"a{wrong}", [("f", '{"x": 1}')])  # as the reader finds them
 
 
 def test_grammar_of_tools_that_are_not_strict_is_none_unless_calls_may_not_be_several() -> None:

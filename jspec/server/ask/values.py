@@ -95,3 +95,17 @@ def _checked(name: str, value: Any, is_right: bool, expected: str) -> Any:
 
 def _json(value: Any) -> str:
     return {True: "true", False: "false"}.get(value, str(value)) if isinstance(value, bool) else str(value)
+
+
+def count_characters(value: Any) -> int:
+    """Return the number of characters of all texts in a JSON value, names among them."""
+    left, count = [value], 0
+    while left:
+        match left.pop():
+            case str() as text:
+                count += len(text)
+            case dict() as fields:
+                left += [*fields, *fields.values()]
+            case list() as values:
+                left += values
+    return count

@@ -10,9 +10,11 @@ from jspec.engine.callers.text_generator import TextGenerator
 from jspec.engine.request.request import Chunk, Request
 from jspec.engine.request.sampling_params import GRAMMARS
 from jspec.engine.request.too_long import check_characters
+from jspec.engine.text.chat_template import UnreadVariable
 from jspec.engine.text.tokenizer import Tokenizer
 from jspec.server.ask.fields import CHAT, Ask
 from jspec.server.ask.messages import render_messages
+from jspec.server.ask.values import count_characters
 from jspec.server.http.errors import invalid, refused
 from jspec.server.reading import reasoning
 from jspec.server.reading.logprobs import chat_entries, prompt_entries
@@ -42,10 +44,14 @@ def render(tokenizer: Tokenizer | None, fields: dict[str, Any]) -> list[int]:
     if "reasoning_effort" in fields:
         kwargs = {**options.get("chat_template_kwargs", {}), "reasoning_effort": fields["reasoning_effort"]}
         options["chat_template_kwargs"] = kwargs
-    is_forced = read_choice(fields.get("tools"), fields.get("tool_choice")).is_forced
-    if is_forced and not forced.is_in(template_of(tokenizer)):
-        messages = forced.with_tools(messages, options.pop("tools"))
-    return render_messages(tokenizer, messages, options)
+    choice = read_choice(fields.get("tools"), fields.get("tool_choice"))
+    try:
+        return render_messages(tokenizer, messages, options)
+    except UnreadVariable as error:
+        if error.name != "tools" or choice.mode == "auto":
+            raise
+    tools = options.pop("tools")
+    return render_messages(tokenizer, forced.with_tools(messages, tools if choice.is_forced else ()), options)
 
 
 def check_conversation(engine: TextGenerator, fields: dict[str, Any], field: str = "messages") -> None:
@@ -75,20 +81,6 @@ def check_length(engine: TextGenerator, field: str, size: int) -> None:
         check_characters(field, size, engine.config.max_len)
     except ValueError as error:
         raise refused(error, {}) from error
-
-
-def count_characters(value: Any) -> int:
-    """Return the number of characters of all texts in a JSON value, names among them."""
-    left, count = [value], 0
-    while left:
-        match left.pop():
-            case str() as text:
-                count += len(text)
-            case dict() as fields:
-                left += [*fields, *fields.values()]
-            case list() as values:
-                left += values
-    return count
 
 
 def template_names(fields: dict[str, Any]) -> dict[str, str]:
@@ -138,11 +130,22 @@ class ChatAnswer(Answer):
             ask.params["visible_special_tokens"] = MARKERS
         return choice
 
-    def _auto_grammar(self) -> str | None:
+    def _auto_grammar(self, prompt: list[int]) -> str | None:
         specials = getattr(self.service.engine.tokenizer, "special_texts", {})
         shown = {text: token for text, token in specials.items() if text in MARKERS}
         format_name = format_of(self._template, self.service.settings.tool_parser)
-        return auto_grammar(self._choice, format_name, shown, self.own.get("parallel_tool_calls"))
+        format_ = reasoning.FORMATS[self._reasoning] if self._reasons and self._reasoning is not None else None
+        has_begun = format_ is not None and reasoning.begun_in(format_, *self._prompt_texts(prompt)) is not None
+        is_parallel = self.own.get("parallel_tool_calls")
+        return auto_grammar(self._choice, format_name, shown, is_parallel, format_, has_begun=has_begun)
+
+    def _prompt_texts(self, prompt: list[int]) -> tuple[str, str]:
+        """Return the text of a prompt or of its end, and the beginning of the answer that it has."""
+        tokenizer, prefill = self.service.engine.tokenizer, ""
+        assert tokenizer is not None
+        if self.own.get("continue_final_message"):
+            prefill = self.own["messages"][-1].get("content") or ""
+        return prompt_text(tokenizer, prompt, is_whole=prefill != ""), prefill
 
     def _parser(self, prompt: list[int]) -> OutputParser | None:
         """Return what splits the text of one completion; None: all of it is content.
@@ -152,18 +155,14 @@ class ChatAnswer(Answer):
         """
         if self._choice.mode == "none" and not self._reasons:
             return None
-        tokenizer, prefill = self.service.engine.tokenizer, ""
-        assert tokenizer is not None
-        if self.own.get("continue_final_message"):
-            prefill = self.own["messages"][-1].get("content") or ""
-        end = prompt_text(tokenizer, prompt, is_whole=prefill != "")
+        end, prefill = self._prompt_texts(prompt)
         name, reasoning_name = self.service.settings.tool_parser, self._reasoning if self._reasons else None
         return parser_for(self._template, name, self._choice, reasoning_name, prompt=end, prefill=prefill)
 
     def make_requests(self) -> list[Request]:
-        if self._has_auto_grammar:
-            self.params = replace(self.params, grammar=self._auto_grammar())
         ids = render(self.service.engine.tokenizer, self.own)
+        if self._has_auto_grammar:
+            self.params = replace(self.params, grammar=self._auto_grammar(ids))
         request = self.service.engine.prepare(ids, self.params, trace=self.is_traced)
         self._messages = {index: ChatMessage(self._parser(ids)) for index in range(self.n)}
         return [request]

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping
 
 from jspec.engine.grammar import disjoint, json_schema, schema_lark
-from jspec.server.reading.reasoning import HARMONY
+from jspec.server.reading.reasoning import HARMONY, ReasoningFormat
 from jspec.server.tool_calls import harmony
 from jspec.server.tool_calls.tools import ToolChoice
 
@@ -30,14 +30,23 @@ class AutoGrammar:
         choice: what the answer may call.
         specials: ids of special tokens that the answer may have, by text.
         is_parallel: whether an answer may have several calls.
+        reasoning: regular expressions of what begins and ends the reasoning of an answer; None: nothing does.
 
     Attributes:
         names: the names of the tools.
         is_parallel: whether an answer may have several calls; after a single one nothing follows.
     """
 
-    def __init__(self, choice: ToolChoice, specials: Mapping[str, int], *, is_parallel: bool) -> None:
+    def __init__(
+        self,
+        choice: ToolChoice,
+        specials: Mapping[str, int],
+        *,
+        is_parallel: bool,
+        reasoning: tuple[str, str] | None = None,
+    ) -> None:
         self.names, self.specials, self.is_parallel = list(choice.schemas), specials, is_parallel
+        self._reasoning = reasoning
         self._rules = [
             _json_rule(f"args{i}", name, schema if name in choice.strict else {"type": "object"})
             for i, (name, schema) in enumerate(choice.schemas.items())
@@ -59,6 +68,8 @@ class AutoGrammar:
             calls: what follows it.
             bare: the calls with which an answer may begin instead; no text begins as they do, and none follows calls.
         """
+        if not (bare or self.specials) and self._reasoning is not None:
+            return self._after_reasoning(re.escape(trigger), calls, *self._reasoning)
         others = [f"<[{token}]>" for text, token in self.specials.items() if text != trigger]
         inside = f"(TEXT? ({' | '.join(others)}))* " if others else ""
         if trigger in self.specials:
@@ -69,6 +80,21 @@ class AutoGrammar:
         start = f"({called})* free" if self.is_parallel and not bare else f"{called} | free"
         text = _text(f"(?s:.*{re.escape(trigger)}.*)", *([BARE_CALL] if bare else []))
         return self.whole(f"start: {start}", f"before: {before}", f"free: {inside}TEXT?", text)
+
+    def _after_reasoning(self, trigger: str, calls: str, opening: str, closing: str) -> str:
+        """Return the grammar of answers that may begin with reasoning, in which the trigger is text."""
+        called = f"SP {calls} SP" + (f" (before SP {calls} SP)* free" if self.is_parallel else "")
+        return self.whole(
+            f"start: first {called} | FIRST_TEXT?",
+            "first[lazy]: OUTSIDE | AFTER",
+            f"OUTSIDE: /(?s:.*){trigger}/ & ~/(?s:{opening}.*)/",
+            f"AFTER: /(?s:{opening}.*{closing}.*){trigger}/",
+            f"FIRST_TEXT: /(?s:.+)/ & (/(?s:{opening}.*)/ | ~/(?s:.*{trigger}.*)/) "
+            f"& ~/(?s:{opening}.*{closing}.*{trigger}.*)/",
+            f"before[lazy]: /(?s:.*){trigger}/",
+            "free: TEXT?",
+            _text(f"(?s:.*{trigger}.*)"),
+        )
 
     def whole(self, *rules: str) -> str:
         """Return a grammar of some rules and those of the calls."""
@@ -141,8 +167,27 @@ def is_needed(choice: ToolChoice, parallel_tool_calls: bool | None) -> bool:
     return choice.mode == "auto" and (bool(choice.strict) or parallel_tool_calls is False)
 
 
+def _span(format_: ReasoningFormat, *, has_begun: bool) -> tuple[str, str]:
+    """Return regular expressions of what begins and what ends reasoning.
+
+    Args:
+        has_begun: whether the prompt has begun it.
+    """
+    opening, closing = (
+        f"({'|'.join(re.escape(marker).replace('/', chr(92) + '/') for marker in markers)})"
+        for markers in (format_.openings, format_.closings)
+    )
+    return "" if has_begun else f"{SP}{opening}", closing
+
+
 def auto_grammar(
-    choice: ToolChoice, format_name: str, specials: Mapping[str, int], parallel_tool_calls: bool | None
+    choice: ToolChoice,
+    format_name: str,
+    specials: Mapping[str, int],
+    parallel_tool_calls: bool | None,
+    reasoning: ReasoningFormat | None = None,
+    *,
+    has_begun: bool = False,
 ) -> str | None:
     """Return the grammar, in Lark's form, that an answer needs to keep what the request asks of calls; None: none.
 
@@ -151,6 +196,8 @@ def auto_grammar(
         format_name: the format of tool calls.
         specials: ids of special tokens that the answer may have, by text.
         parallel_tool_calls: whether an answer may have several calls; None: yes.
+        reasoning: the format of reasoning that is split off; None: none is.
+        has_begun: whether the prompt has begun reasoning.
 
     Raises:
         ValueError: calls in this format are nothing that a grammar can force, a schema is wrong, or the grammar is too
@@ -159,7 +206,8 @@ def auto_grammar(
     if not is_needed(choice, parallel_tool_calls):
         return None
     write = GRAMMARS.get(format_name, lambda grammar: None)
-    lark = write(AutoGrammar(choice, specials, is_parallel=parallel_tool_calls is not False))
+    span = None if reasoning is None else _span(reasoning, has_begun=has_begun)
+    lark = write(AutoGrammar(choice, specials, is_parallel=parallel_tool_calls is not False, reasoning=span))
     if lark is None:
         field = "tools: expected strict false" if choice.strict else "parallel_tool_calls: expected true"
         raise ValueError(

@@ -120,12 +120,19 @@ class AnswerCalls:
         return key != "arguments" or value[0] == "{"
 
     def read_list(self, separator: str, *, is_bare: bool = False) -> Reading[bool]:
-        """Read calls with a separator between them; return whether there is one, and all are complete."""
+        """Read calls with a separator between them; return whether there is one, and all are complete.
+
+        What the text's end cuts off after the first call, before the arguments of the next one, is dropped.
+        """
+        reader = self._reader
         while (yield from self.read_object(is_bare=is_bare)):
-            yield from self._reader.skip_blanks()
-            if not (yield from self._reader.take(separator)):
+            yield from reader.skip_blanks()
+            if not (yield from reader.take(separator)):
                 return True
-            yield from self._reader.skip_blanks()
+            yield from reader.skip_blanks()
+        if self._count and reader.ended and reader.at == len(reader.text):
+            reader.has_broken_call |= "{" in reader.text
+            reader.commit()
         return False
 
     def read_array(self) -> Reading[bool]:

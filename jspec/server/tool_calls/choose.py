@@ -35,6 +35,7 @@ SIGNS: tuple[tuple[str, str], ...] = (  # a text in a chat template, and its for
     ("<|python_start|>", "pythonic"),
     ("[func_name1(", "pythonic"),
     ("<|python_tag|>", "llama3_json"),
+    ('Respond in the format {"name": function name', "llama3_json"),
 )
 
 
