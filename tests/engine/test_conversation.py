@@ -43,6 +43,7 @@ JOINED = calls("'' + call.function.arguments")  # raises an error for an object
 PLAIN = calls("call.function.arguments")  # would write an object in Python's notation
 OBJECT = calls("call.function.arguments | tojson")
 ITEMS = calls("call.function.arguments.items() | map('join', '=') | join(',')")
+ADDED = calls("(call.function.arguments | last) + (call.function.arguments.values() | last)")  # takes texts alone
 WITHOUT_CONTENT = """{% for m in messages %}{% if m.content is none %}{% for call in m.tool_calls %}
 {{- call.function.name + call.function.arguments }}{% endfor %}{% else %}<{{ m.role }}>{{ m.content }}{% endif %}
 {%- endfor %}"""
@@ -69,6 +70,10 @@ def part(message: dict[str, Any]) -> dict[str, Any]:
 def asks(arguments: Any, **content: Any) -> dict[str, Any]:
     call = {"id": "123456789", "type": "function", "function": {"name": "f", "arguments": arguments}}
     return {"role": "assistant", **content, "tool_calls": [call]}
+
+
+def asks_nothing() -> dict[str, Any]:
+    return {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "f"}}]}
 
 
 CALLS: Any = [{**asks(JSON)["tool_calls"][0], "id": name} for name in "ab"]
@@ -103,6 +108,10 @@ def renderer() -> ChatTemplate:
         (ANSWERS, [{"role": "assistant", "content": "<think>a</think> "}, USER], None),
         (OBJECT, [asks(JSON, content=None)], [asks({"x": 1, "é": "a b"}, content="")]),
         (OBJECT, [asks("", content="so")], [asks({}, content="so")]),
+        (OBJECT, [asks(r'{"\udCff": ["\ud83d\ude00 \uD800", 1]}')], [asks({"\ufffd": ["😀 \ufffd", 1]}, content="")]),
+        (OBJECT, [asks_nothing()], [asks({}, content="")]),
+        (JOINED, [asks_nothing()], [asks("{}", content="")]),
+        (ADDED, [asks(JSON)], [asks({"x": 1, "é": "a b"}, content="")]),
         (OBJECT, [asks("{broken")], [asks("{broken", content="")]),
         (OBJECT, [asks("[1]")], [asks("[1]", content="")]),
         (ITEMS, [asks(JSON)], [asks({"x": 1, "é": "a b"}, content="")]),

@@ -169,7 +169,7 @@ def _role(message: Mapping[str, Any], index: int, template: str) -> str:
 def _call(call: Mapping[str, Any], *, has_object: bool) -> dict[str, Any]:
     """Return a tool call whose arguments are an object, or JSON text; wrong JSON, as models write it, stays text."""
     function = dict(call["function"])
-    arguments = function.get("arguments")
+    arguments = function.setdefault("arguments", {})
     if has_object and isinstance(arguments, str):
         function["arguments"] = arguments if (made := _object(arguments)) is None else made
     elif not has_object and isinstance(arguments, Mapping):
@@ -178,9 +178,12 @@ def _call(call: Mapping[str, Any], *, has_object: bool) -> dict[str, Any]:
 
 
 def _object(arguments: str) -> dict[str, Any] | None:
-    """Return the object that a JSON text holds; None if it holds none."""
+    """Return the object that a JSON text holds, with U+FFFD for halves of surrogate pairs; None if it holds none."""
     try:
         made = json.loads(arguments or "{}")
+        if "\\ud" in arguments.lower():  # halves, which models write and no tokenizer takes, or whole pairs
+            text = json.dumps(made, ensure_ascii=False)
+            made = json.loads(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
     except (ValueError, RecursionError):
         return None
     return made if isinstance(made, dict) else None
@@ -244,10 +247,10 @@ class MarkedCopy:
         name, arguments = f"{function.get('name')}{self._mark(path, 'a tool call')}", function.get("arguments")
         mark = self._mark(f"{path}.function.arguments", "the arguments of a tool call")
         if not isinstance(arguments, str):
-            changed: Any = {**(arguments or {}), mark: 1}
+            changed: Any = {**(arguments or {}), mark: "1"}
         else:
             made = _object(arguments)
-            changed = arguments + mark if made is None else json.dumps({**made, mark: 1})
+            changed = arguments + mark if made is None else json.dumps({**made, mark: "1"})
         return {**call, "function": {**function, "name": name, "arguments": changed}}
 
     def _mark(self, path: str, what: str) -> str:
