@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 from jspec.engine.text import template_process
-from jspec.engine.text.conversation import FAILED, MarkedCopy, forms, wrong_arguments
+from jspec.engine.text.conversation import FAILED, MarkedCopy, forms, read_roles, wrong_arguments
 
 SECONDS, GIB = 5.0, 1.0  # limits: seconds of CPU time for one conversation, and GiB of memory for the process
 PATIENCE = 12  # a process without an answer after PATIENCE times the CPU limit of one conversation is ended
@@ -72,8 +72,8 @@ class ChatTemplate:
 
         Args:
             tokenizer: a tokenizer of transformers, which has the template and the special tokens.
-            messages: mappings as `jspec.engine.text.conversation.forms` takes them; the template gets the first of
-                these forms that it reads whole. Values that are None are left out.
+            messages: mappings as `jspec.engine.text.conversation.read_roles` takes them; the template gets the first
+                form of `jspec.engine.text.conversation.forms` that it reads whole. Values that are None are left out.
             chat_template: name of one of the tokenizer's templates, or a template; None: the tokenizer's choice.
             chat_template_kwargs: further variables of the template.
             continue_final_message: whether the last message goes on; a text is the key under which it goes on.
@@ -90,12 +90,12 @@ class ChatTemplate:
         variables = dict(chat_template_kwargs or {})
         wanted = [*(name for name, value in inputs.items() if value), *variables]
         template = self._choose(tokenizer, chat_template, inputs.get("tools"))
-        special, end, faults = {**tokenizer.special_tokens_map, **variables}, time.monotonic() + self._seconds, []
-        for form in forms(messages, template):
-            copy = MarkedCopy(form)
-            both = {**options, "conversations": [form, copy.messages]}
-            seconds = 2 * self._seconds  # for the form and its copy
-            answer = self._ask(_to_json([template, both, special, wanted, seconds]))
+        special, end = {**tokenizer.special_tokens_map, **variables}, time.monotonic() + self._seconds
+        read, faults = read_roles(messages, template), list[str]()
+        copy = MarkedCopy(read)
+        for both in forms(read, copy, faults):
+            task = [template, {**options, "conversations": both}, special, wanted, 2 * self._seconds]
+            answer = self._ask(_to_json(task))
             fault = f"{FAILED}{answer['error']}" if "error" in answer else copy.fault(answer["texts"][1])
             if not fault:
                 return answer["texts"][0]
