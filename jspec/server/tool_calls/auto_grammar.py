@@ -220,6 +220,12 @@ def auto_grammar(
     write = GRAMMARS.get(format_name, lambda grammar: None)
     is_parallel = parallel_tool_calls is not False
     lark = write(AutoGrammar(choice, specials, is_parallel=is_parallel, reasoning=reasoning, has_begun=has_begun))
+    _check(lark, choice, format_name)
+    return lark
+
+
+def _check(lark: str | None, choice: ToolChoice, format_name: str) -> None:
+    """Refuse a format without a grammar, and a grammar that is too long."""
     if lark is None:
         field = "tools: expected strict false" if choice.strict else "parallel_tool_calls: expected true"
         raise ValueError(
@@ -231,4 +237,3 @@ def auto_grammar(
             f"tools: expected tools whose grammar has at most {json_schema.MAX_GRAMMAR} characters, got {len(lark)}; "
             "give fewer or smaller strict tools"
         )
-    return lark
