@@ -260,24 +260,33 @@ def test_grammar_of_strict_tools_leaves_text_free_and_calls_only_as_the_schema_s
         assert not allows(lark, text, specials), text
 
 
-@pytest.mark.parametrize("format_", ["hermes", "mistral"])
+@pytest.mark.parametrize(
+    ("format_", "name", "specials"),
+    [
+        ("hermes", "think", {}),
+        ("mistral", "mistral", {}),
+        ("mistral", "mistral", {"[TOOL_CALLS]": 0xC0, "[ARGS]": 0xC1, "[THINK]": 0xC2, "[/THINK]": 0xC3}),
+    ],
+)
 @pytest.mark.parametrize("parallel", [None, False])
-def test_grammar_of_strict_tools_leaves_reasoning_free_up_to_its_end(format_: str, parallel: bool | None) -> None:
+def test_grammar_of_strict_tools_leaves_reasoning_free_up_to_its_end(
+    format_: str, name: str, specials: dict[str, int], parallel: bool | None
+) -> None:
     made = {"hermes": '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>', "mistral": '[TOOL_CALLS]f{"x": 1}'}
-    call, think = made[format_], FORMATS["think"]
+    call, (start,), (end,) = made[format_], FORMATS[name].openings, FORMATS[name].closings
     wrong, choice = call.replace("1", "3"), read_choice(STRICT, "auto")
     for has_begun in (False, True):
-        lark = auto_grammar(choice, format_, {}, parallel, think, has_begun=has_begun)
+        lark = auto_grammar(choice, format_, specials, parallel, FORMATS[name], has_begun=has_begun)
         assert lark is not None
-        opening = "" if has_begun else "\n<think>"
-        for text in ("", "a", f"a{wrong}b", f"{wrong}</think>\n{call}", f"a</think>b</think>{call}"):
-            assert allows(lark, opening + text, {}), text
-        for text in (f"a</think>{wrong}", f"{wrong}</think>{wrong}", f"</think>{call}<think>{wrong}</think>"):
-            assert not allows(lark, opening + text, {}), text
-        assert allows(lark, wrong, {}) is allows(lark, f"a<think>{wrong}", {}) is has_begun
-        assert allows(lark, f"{opening}</think>{call * 2}", {}) is (parallel is None)
-        parser = parser_for(None, format_, choice, "think", prompt="<think>" if has_begun else "")
-        answer = joined([*parser.push(f"{opening}a{wrong}</think>{call}"), *parser.finish()])
+        opening = "" if has_begun else f"\n{start}"
+        for text in ("", "a", f"a{wrong}b", f"{wrong}{end}\n{call}", f"a{end}b{end}{call}"):
+            assert allows(lark, opening + text, specials), text
+        for text in (f"a{end}{wrong}", f"{wrong}{end}{wrong}", f"{end}{call}{start}{wrong}{end}"):
+            assert not allows(lark, opening + text, specials), text
+        assert allows(lark, wrong, specials) is allows(lark, f"a{start}{wrong}", specials) is has_begun
+        assert allows(lark, f"{opening}{end}{call * 2}", specials) is (parallel is None)
+        parser = parser_for(None, format_, choice, name, prompt=start if has_begun else "")
+        answer = joined([*parser.push(f"{opening}a{wrong}{end}{call}"), *parser.finish()])
         assert (answer.reasoning, answer.calls) == (f"a{wrong}", [("f", '{"x": 1}')])  # as the reader finds them
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from jspec.engine.grammar import disjoint, json_schema, schema_lark
 from jspec.server.reading.reasoning import HARMONY, ReasoningFormat
@@ -30,7 +30,8 @@ class AutoGrammar:
         choice: what the answer may call.
         specials: ids of special tokens that the answer may have, by text.
         is_parallel: whether an answer may have several calls.
-        reasoning: regular expressions of what begins and ends the reasoning of an answer; None: nothing does.
+        reasoning: the format of reasoning that is split off; None: none is.
+        has_begun: whether the prompt has begun reasoning.
 
     Attributes:
         names: the names of the tools.
@@ -43,10 +44,11 @@ class AutoGrammar:
         specials: Mapping[str, int],
         *,
         is_parallel: bool,
-        reasoning: tuple[str, str] | None = None,
+        reasoning: ReasoningFormat | None = None,
+        has_begun: bool = False,
     ) -> None:
         self.names, self.specials, self.is_parallel = list(choice.schemas), specials, is_parallel
-        self._reasoning = reasoning
+        self._reasoning, self._has_begun = reasoning, has_begun
         self._rules = [
             _json_rule(f"args{i}", name, schema if name in choice.strict else {"type": "object"})
             for i, (name, schema) in enumerate(choice.schemas.items())
@@ -69,7 +71,7 @@ class AutoGrammar:
             bare: the calls with which an answer may begin instead; no text begins as they do, and none follows calls.
         """
         if not (bare or self.specials) and self._reasoning is not None:
-            return self._after_reasoning(re.escape(trigger), calls, *self._reasoning)
+            return self._after_reasoning(re.escape(trigger), calls, self._reasoning)
         others = [f"<[{token}]>" for text, token in self.specials.items() if text != trigger]
         inside = f"(TEXT? ({' | '.join(others)}))* " if others else ""
         if trigger in self.specials:
@@ -79,10 +81,28 @@ class AutoGrammar:
         called = f"({bare} | before SP {calls}) SP" if bare else f"before SP {calls} SP"
         start = f"({called})* free" if self.is_parallel and not bare else f"{called} | free"
         text = _text(f"(?s:.*{re.escape(trigger)}.*)", *([BARE_CALL] if bare else []))
-        return self.whole(f"start: {start}", f"before: {before}", f"free: {inside}TEXT?", text)
+        starts = [f"start: {start}"]
+        if self._reasoning is not None and {trigger, *self._reasoning.markers} <= self.specials.keys():
+            starts = self._after_special_reasoning(start, self._reasoning)
+        return self.whole(*starts, f"before: {before}", f"free: {inside}TEXT?", text)
 
-    def _after_reasoning(self, trigger: str, calls: str, opening: str, closing: str) -> str:
-        """Return the grammar of answers that may begin with reasoning, in which the trigger is text."""
+    def _after_special_reasoning(self, answer: str, reasoning: ReasoningFormat) -> list[str]:
+        """Return the rules of answers that may begin with reasoning between special tokens, in which all is free."""
+        inside = " | ".join(self.marker(text) for text in self.specials if text not in reasoning.closings)
+        opening = "" if self._has_begun else f"SP ({' | '.join(map(self.marker, reasoning.openings))}) "
+        closed = f"(thought ({' | '.join(map(self.marker, reasoning.closings))}))"
+        return [
+            f"start: {closed}{'' if self._has_begun else '?'} answer | thought",
+            f"answer: {answer}",
+            f"thought: {opening}(THOUGHT? ({inside}))* THOUGHT?",
+            "THOUGHT: /(?s:.+)/",
+        ]
+
+    def _after_reasoning(self, trigger: str, calls: str, reasoning: ReasoningFormat) -> str:
+        """Return the grammar of answers that may begin with reasoning between texts, in which the trigger is text."""
+        opening, closing = SP + _any_of(reasoning.openings), _any_of(reasoning.closings)
+        if self._has_begun:
+            opening = ""
         called = f"SP {calls} SP" + (f" (before SP {calls} SP)* free" if self.is_parallel else "")
         return self.whole(
             f"start: first {called} | FIRST_TEXT?",
@@ -167,17 +187,9 @@ def is_needed(choice: ToolChoice, parallel_tool_calls: bool | None) -> bool:
     return choice.mode == "auto" and (bool(choice.strict) or parallel_tool_calls is False)
 
 
-def _span(format_: ReasoningFormat, *, has_begun: bool) -> tuple[str, str]:
-    """Return regular expressions of what begins and what ends reasoning.
-
-    Args:
-        has_begun: whether the prompt has begun it.
-    """
-    opening, closing = (
-        f"({'|'.join(re.escape(marker).replace('/', chr(92) + '/') for marker in markers)})"
-        for markers in (format_.openings, format_.closings)
-    )
-    return "" if has_begun else f"{SP}{opening}", closing
+def _any_of(markers: Sequence[str]) -> str:
+    """Return a regular expression of some markers, as it stands between slashes."""
+    return f"({'|'.join(re.escape(marker) for marker in markers)})".replace("/", r"\/")
 
 
 def auto_grammar(
@@ -206,8 +218,14 @@ def auto_grammar(
     if not is_needed(choice, parallel_tool_calls):
         return None
     write = GRAMMARS.get(format_name, lambda grammar: None)
-    span = None if reasoning is None else _span(reasoning, has_begun=has_begun)
-    lark = write(AutoGrammar(choice, specials, is_parallel=parallel_tool_calls is not False, reasoning=span))
+    is_parallel = parallel_tool_calls is not False
+    lark = write(AutoGrammar(choice, specials, is_parallel=is_parallel, reasoning=reasoning, has_begun=has_begun))
+    _check(lark, choice, format_name)
+    return lark
+
+
+def _check(lark: str | None, choice: ToolChoice, format_name: str) -> None:
+    """Refuse a format without a grammar, and a grammar that is too long."""
     if lark is None:
         field = "tools: expected strict false" if choice.strict else "parallel_tool_calls: expected true"
         raise ValueError(
@@ -219,4 +237,3 @@ def auto_grammar(
             f"tools: expected tools whose grammar has at most {json_schema.MAX_GRAMMAR} characters, got {len(lark)}; "
             "give fewer or smaller strict tools"
         )
-    return lark
