@@ -256,6 +256,30 @@ def test_input_items_become_the_messages_of_a_chat() -> None:
     ]
 
 
+CALL = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
+CALLED = {"tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]}
+YES = {"role": "assistant", "content": "yes"}
+WHY, SO = ({"type": "reasoning", "content": [{"type": "reasoning_text", "text": text}]} for text in ("why", "so"))
+
+
+@pytest.mark.parametrize(
+    ("items", "messages"),
+    [
+        ([WHY, YES, CALL], [{**YES, "reasoning_content": "why", **CALLED}]),
+        ([YES, WHY, CALL], [{**YES, "reasoning_content": "why", **CALLED}]),
+        ([WHY, SO, YES], [{**YES, "reasoning_content": "why\nso"}]),
+        ([YES, WHY, SO, CALL], [{**YES, "reasoning_content": "why\nso", **CALLED}]),
+        ([INPUT[1], WHY, CALL], [INPUT[1], {"role": "assistant", "reasoning_content": "why", **CALLED}]),
+        ([YES, WHY, YES], [YES, {**YES, "reasoning_content": "why"}]),
+    ],
+)
+def test_reasoning_text_and_calls_in_a_row_are_one_message(items: list[Any], messages: list[Any]) -> None:
+    made = read_input("input", items, None)
+    assert made.messages == messages
+    if CALL in items:
+        assert made.names[f"messages[{len(messages) - 1}].tool_calls[0]"] == f"input[{len(items) - 1}]"
+
+
 def test_call_that_breaks_off_is_incomplete_streamed_or_not(client: openai.OpenAI) -> None:
     broken = f'<tool_call>{{"name": "f", "arguments": {{"x": 1}}}}</tool_call>{CALLS[:44]}'
     fields: dict[str, Any] = {"tools": [TOOL], "max_output_tokens": 200, "extra_body": saying(broken)}

@@ -13,6 +13,7 @@ from jspec.server.http.errors import invalid
 SYSTEM = ("system", "developer")
 ROLES = ("user", "assistant", *SYSTEM)
 TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "reasoning_text": "text", "refusal": "refusal"}
+THOUGHT = {"role", "reasoning_content"}  # keys of the assistant's message until its text or its calls come
 ITEMS = ("message", "function_call", "function_call_output", "reasoning")
 INCLUDED = ("reasoning.encrypted_content",)  # what may be asked for without effect
 NAMES = {  # the field of a request for each field of chat completions, or part of one, whose name differs
@@ -60,7 +61,7 @@ def _add(made: Translation, name: str, item: dict[str, Any]) -> None:
         content = join_texts(f"{name}.content", item.get("content"), TEXTS)
         if role in SYSTEM and len(made.messages) == 1 and made.last["role"] in SYSTEM:
             made.last["content"] += f"\n\n{content}"
-        elif role == "assistant" and made.last.keys() == {"role", "reasoning_content"}:
+        elif role == "assistant" and made.last.keys() == THOUGHT:
             made.last["content"] = content
         else:
             made.add(name, role=role, content=content)
@@ -69,12 +70,29 @@ def _add(made: Translation, name: str, item: dict[str, Any]) -> None:
         content = join_texts(f"{name}.output", item.get("output"), TEXTS)
         made.add(name, role="tool", tool_call_id=answered, content=content)
     elif kind == "function_call":
-        if made.last.get("role") != "assistant":
-            made.add(name, role="assistant")
+        _begin_calls(made, name)
         call, function, arguments = (text(f"{name}.{key}", item.get(key)) for key in ("call_id", "name", "arguments"))
         made.add_call(name, call, function, arguments, key="arguments")
     elif item.get("content"):
-        made.add(name, role="assistant", reasoning_content=join_texts(f"{name}.content", item["content"], TEXTS))
+        reasoning = join_texts(f"{name}.content", item["content"], TEXTS)
+        if made.last.keys() == THOUGHT:
+            made.last["reasoning_content"] += f"\n{reasoning}"
+        else:
+            made.add(name, role="assistant", reasoning_content=reasoning)
+
+
+def _begin_calls(made: Translation, name: str) -> None:
+    """Make the last message the assistant's, with the text before its reasoning if there is any."""
+    if made.last.get("role") != "assistant":
+        made.add(name, role="assistant")
+    elif made.last.keys() == THOUGHT and len(made.messages) > 1 and _is_answer(made.messages[-2]):
+        reasoning = made.messages.pop()
+        made.last.update(reasoning)
+
+
+def _is_answer(message: dict[str, Any]) -> bool:
+    """Return whether a message is a text of the assistant's without reasoning or calls."""
+    return message.keys() == {"role", "content"} and message["role"] == "assistant"
 
 
 def read_tools(name: str, value: Any) -> list[dict[str, Any]]:
