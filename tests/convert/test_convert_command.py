@@ -128,7 +128,7 @@ def test_convert_command_faulty_source_or_destination_prints_an_error_and_writes
 def test_convert_command_with_overrides_stores_them_in_the_config(tmp_path, capsys):
     source = folders.write(tmp_path / "src", {**HEAD, "norm_output": True}, folders.head_tensors())
     assert main([str(source), str(tmp_path / "undecided")]) == 2
-    assert "norm_output=" in capsys.readouterr().err
+    assert "--norm-output" in capsys.readouterr().err
     options = ["--rope-theta", "5e5", "--norm-output", "--norm-before-residual"]
     assert main([str(source), str(tmp_path / "a"), *options]) == 0
     assert main([str(source), str(tmp_path / "b"), "--no-norm-output"]) == 0

@@ -231,6 +231,10 @@ UNREAD = {  # conversations with an option that the template never reads
     "documents": ("no thinking", "date"),
 }
 LEFT_OUT = {"documents": ("calls", "two calls", "wrong id")}  # conversations with calls that the template never writes
+# What templates get that refuse several calls in a message, or a system message.
+APART = [user("a"), assistant("", tool_calls=[call()]), RESULT, RESULT, assistant("", tool_calls=[call("b" * 9)])]
+FOLDED = [user(f"{SYSTEM['content']}\n\na"), assistant("b "), user("c")]
+CHANGED = {"headers": {"two calls": APART}, "no system": {"system message": FOLDED}}
 Tokenizers = tuple[HFTokenizer, Any]
 
 
@@ -285,6 +289,9 @@ def test_chat_template_in_the_style_of_a_family_gives_the_tokens_of_transformers
     tokenizers, failed, distinct = make(TEMPLATES[name]), [], set()
     for case, (messages, options) in CONVERSATIONS.items():
         got, expected = outcome(tokenizers, messages, options)
+        if changed := CHANGED.get(name, {}).get(case):
+            assert isinstance(expected, str), "the template refuses the conversation as it is"
+            _, expected = outcome(tokenizers, changed, options)
         if case in UNREAD[name]:
             assert isinstance(got, str) and "never reads" in got, (case, got)
         elif case in LEFT_OUT.get(name, ()):
@@ -301,10 +308,8 @@ def test_chat_template_in_the_style_of_a_family_gives_the_tokens_of_transformers
 @pytest.mark.parametrize(
     ("name", "case", "message"),
     [
-        ("headers", "two calls", "one call a message, please"),
         ("brackets", "two user messages", "user and assistant must take turns, got user as 1"),
         ("brackets", "wrong id", "ids have 9 letters"),
-        ("no system", "system message", "no system message"),
     ],
 )
 def test_chat_template_that_refuses_a_conversation_raises_with_its_own_words(
