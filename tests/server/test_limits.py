@@ -331,7 +331,8 @@ def test_metrics_count_requests_and_tokens(server: serving.Running) -> None:
     assert stats["acceptance_by_position"] == serving.engine().metrics.acceptance_per_position
 
 
-SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+NEW = "of_no_other_test"  # in grammars that the server has not compiled and kept
+SCHEMA = {"type": "object", "properties": {NEW: {"type": "integer"}}}
 SAID = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 9}
 NAMED_SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
 
@@ -340,10 +341,14 @@ NAMED_SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": SC
     ("path", "body", "field"),
     [
         ("completions", {"prompt": "a", "response_format": NAMED_SCHEMA}, "response_format"),
-        ("completions", {"prompt": "a", "structured_outputs": {"regex": "a"}}, "structured_outputs"),
-        ("chat/completions", {**SAID, "response_format": {"type": "json_object"}}, "response_format"),
+        ("completions", {"prompt": "a", "structured_outputs": {"regex": NEW}}, "structured_outputs"),
+        ("chat/completions", {**SAID, "response_format": NAMED_SCHEMA}, "response_format"),
         ("chat/completions", {**SAID, "structured_outputs": {"json": SCHEMA}}, "structured_outputs"),
-        ("responses", {"input": "a", "text": {"format": {"type": "json_object"}}}, "text"),
+        (
+            "responses",
+            {"input": "a", "text": {"format": {**NAMED_SCHEMA["json_schema"], "type": "json_schema"}}},
+            "text",
+        ),
         ("messages", {**SAID, "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}, "output_config"),
     ],
 )
