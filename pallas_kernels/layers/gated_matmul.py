@@ -10,7 +10,6 @@ model into 128 tiles of 112 columns, 256 tiles of 56 columns, or 112 tiles of 12
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -79,8 +78,7 @@ def _kernel_of_packed(x: Inputs, weight: Weight, activation: Activation) -> Call
         return None
 
     def kernel(x, weight, interpret):
-        weight = replace(weight, scale=weight.scale.reshape(weight.shape[0], -1))
-        arrays = x.reshape(rows, -1), *weight.arrays.values()
+        arrays = x.reshape(rows, -1), *weight.in_groups.arrays.values()
         options = {"tiles": tiles, "dtype": x.dtype, "kind": weight.kind, "activation": activation}
         (out,) = int4_kernel.multiply(*arrays, **options, interpret=interpret)
         return out.reshape(*x.shape[:-1], -1)

@@ -15,7 +15,7 @@ weight of int4 always has such scales, and may have zero points (`int4`). Only e
 powers of two, stored in a byte (`mxfp4`). Experts of both kinds are packed in another order (`expert_bytes`).
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, TypeGuard
 
 import jax
@@ -101,6 +101,11 @@ class Quantized:
     def group(self) -> int:
         """Number of columns that share a scale."""
         return self.shape[-1] // self.scale.shape[-1] if self.has_groups else self.shape[-1]
+
+    @property
+    def in_groups(self) -> "Quantized":
+        """The same dense weight with group scales: if a row has one scale, its columns are one group."""
+        return self if self.has_groups else replace(self, scale=self.scale[:, None])
 
     def rows(self, index: Int[Array, " rows"] | slice) -> "Quantized":
         """Returns some rows of the weight, or some experts, as a weight with the same values."""

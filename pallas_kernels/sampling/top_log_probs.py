@@ -319,7 +319,7 @@ def _in_order_kernel(
     above, equal = order > last, order == last
     chosen = above | (equal & (jnp.cumsum(equal.astype(jnp.int32)) <= k - count(above)))
     rank = jnp.where(chosen, jnp.cumsum(chosen.astype(jnp.int32)) - 1, k + place)
-    # An interpreted store writes to masked places too: those of values that are not chosen lie behind the row.
+    # In interpret mode a store also writes the masked elements, so their ranks are past the end of the row.
     pltriton.store(places_ref.at[row, rank], place, mask=chosen)
 
 

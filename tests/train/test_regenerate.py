@@ -161,7 +161,7 @@ def test_generated_ids_are_kept_and_a_talk_ends_where_their_text_lacks_special_t
 
 
 class OneTurn(ByteTokenizer):
-    """Bytes, and a chat template that refuses a second answer, whatever it is."""
+    """A byte tokenizer whose chat template refuses a third message, unless the second one is "b"."""
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         if len(messages) > 2 and messages[1]["content"] != "b":

@@ -17,8 +17,7 @@ import jax.numpy as jnp
 from jspec.core.config import DEQUANTIZE, QUANTIZE
 from jspec.models.mlps.shared_expert import check_apart
 from pallas_kernels.layers.dense.grouped_matmul import (
-    MOST_ROWS,
-    MOST_ROWS_OF_BYTES,
+    exceeds_kernel,
     is_grouped,
     packed_tiles,
     unsupported,
@@ -152,12 +151,10 @@ def widened_bytes(tree: Any, rows: int) -> int:
 
     The copies have two bytes per value. The Hopper kernel writes none.
     """
-    if rows <= MOST_ROWS:
-        return 0
     weights = [leaf for leaf in jax.tree.leaves(tree, is_leaf=_is_quantized) if _is_quantized(leaf)]
-    dense = [weight for weight in weights if len(weight.shape) == 2 and is_grouped(rows, weight, BFLOAT16)]
-    dense = [weight for weight in dense if weight.is_packed or rows > MOST_ROWS_OF_BYTES]
-    copied = [weight for weight in dense if packed_tiles(rows, weight, BFLOAT16) is None]
+    dense = [weight for weight in weights if len(weight.shape) == 2 and exceeds_kernel(rows, weight)]
+    grouped = [weight for weight in dense if is_grouped(rows, weight, BFLOAT16)]
+    copied = [weight for weight in grouped if packed_tiles(rows, weight, BFLOAT16) is None]
     return max((2 * widened_rows(*weight.shape) * weight.shape[1] for weight in copied), default=0)
 
 

@@ -15,7 +15,6 @@ stores them (arXiv:2412.19437 section 3.3), are repeated for each row of a block
 
 import functools
 import math
-from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +38,7 @@ MOST_WIDENED = 2**27  # most values of a packed weight that are widened at once 
 
 def widened(weight: Quantized) -> Float[Array, "out inner"]:
     """Returns a weight in float32: each value times the scale of its row and group."""
-    scale = weight.scale.reshape(weight.shape[0], -1)
+    scale = weight.in_groups.scale
     if weight.kind == "int4":
         return int4.widened(weight.values, scale, weight.zeros)
     return weight.values.astype(jnp.float32) * jnp.repeat(scale, weight.shape[1] // scale.shape[1], axis=1)
@@ -77,6 +76,14 @@ def _by_widening(x, weight, *, parts, dtype):
         products.append(_product(x, jax.lax.optimization_barrier(copy), parts, sums_dtype))
     product = jnp.concatenate(products, axis=2)
     return (product * weight.scale[:, 0]).astype(dtype) if is_scaled_by_row else product
+
+
+def exceeds_kernel(rows: int, weight: Quantized) -> bool:
+    """Returns whether a copy of a weight is faster than a kernel that widens the values again for each tile of rows.
+
+    The Hopper kernel multiplies any number of rows by packed weights.
+    """
+    return rows > (MOST_ROWS if weight.is_packed else MOST_ROWS_OF_BYTES)
 
 
 def widened_rows(out: int, inner: int) -> int:
@@ -138,7 +145,7 @@ def _kernel(
 
 
 def _pallas(x, weight, *, parts, dtype, interpret):
-    if len(x) > (MOST_ROWS if weight.is_packed else MOST_ROWS_OF_BYTES):
+    if exceeds_kernel(len(x), weight):
         return _by_widening(x, weight, parts=parts, dtype=dtype)
     rows, (out, inner), group = len(x), weight.shape, weight.group
     block = 2 * weight.values.shape[2] if weight.is_packed else 0
@@ -168,33 +175,31 @@ def _hopper(x, weight, **options):
 def packed_tiles(
     rows: int, weight: Quantized, dtype: jnp.dtype, parts: int | None = None, *, gated: bool = False
 ) -> Int4Tiles | None:
-    """Returns the tile sizes of the Hopper kernel of packed weights; None if the Hopper kernel is not used.
+    """Returns the tile sizes of the Hopper kernel of narrow weights; None if the Hopper kernel is not used.
 
     Args:
         rows: number of rows of x.
-        weight: the weight [out, inner], with group scales.
+        weight: the weight [out, inner], of four or eight bits.
         dtype: dtype of x.
         parts: number of partial sums; None: as many as the kernel needs.
         gated: whether the weight has gate and up, which are joined; `parts` must be 1 or None then.
     """
     count = hopper.multiprocessors()
-    if count is None or weight.is_dynamic or (not weight.is_packed and rows > MOST_ROWS_OF_BYTES):
+    out, inner = weight.shape
+    if count is None or weight.is_dynamic or inner % STEP or (not weight.is_packed and exceeds_kernel(rows, weight)):
         return None
-    (out, inner), groups = weight.shape, weight.scale.shape[1] if weight.has_groups else 1
     packed = weight.values.shape if weight.is_packed else (out, inner // STEP, STEP)
-    if inner % STEP:
-        return None
-    return choose_tiles(rows, packed, groups, dtype, count, parts, gated=gated, kind=weight.kind)
+    return choose_tiles(rows, packed, inner // weight.group, dtype, count, parts, gated=gated, kind=weight.kind)
 
 
 def is_grouped(rows: int, weight: Quantized, dtype: jnp.dtype) -> bool:
-    """Returns whether `grouped_matmul` multiplies rows by a weight: by group scales, or because it has bytes.
+    """Returns whether `grouped_matmul` multiplies rows by a weight, because it has group scales or is faster.
 
-    On a Hopper GPU this is faster than a product by XLA.
+    On a Hopper GPU it is faster than a product by XLA also for weights of eight bits with a scale for each row.
     """
     if weight.has_groups or weight.is_dynamic or hopper.multiprocessors() is None:
         return weight.has_groups
-    return packed_tiles(rows, weight, dtype, 1) is not None or (rows > MOST_ROWS_OF_BYTES and dtype.itemsize == 2)
+    return packed_tiles(rows, weight, dtype, 1) is not None or (exceeds_kernel(rows, weight) and dtype.itemsize == 2)
 
 
 def unsupported(inner: int, groups: int, dtype: jnp.dtype, parts: int = 1, block: int = STEP) -> str | None:
@@ -240,7 +245,7 @@ def grouped_matmul(
     Raises:
         NotImplementedError: implementation is "pallas", and the kernel does not support the call.
     """
-    weight = replace(weight, scale=weight.scale.reshape(weight.shape[0], -1))
+    weight = weight.in_groups
     rows, (out, groups) = x.shape[:-1], weight.scale.shape
     options = {"parts": parts, "dtype": dtype}
     kernel, reference = functools.partial(_pallas, **options), functools.partial(_reference, **options)

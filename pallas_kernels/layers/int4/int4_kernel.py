@@ -30,7 +30,6 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from pallas_kernels.layers.hopper import HEIGHT
-from pallas_kernels.layers.int4 import byte_registers
 from pallas_kernels.layers.int4.int4_registers import SLICE, gate_and_up
 from pallas_kernels.layers.int4.int4_stores import store
 from pallas_kernels.layers.int4.int4_tiling import Int4Tiles, copied_groups
@@ -129,8 +128,7 @@ class _Int4Cta(PackedCta):
         return self.w_tiles.at[at, index, slice(None) if self.activation else 0, rows, columns]
 
     def weights(self, at, first):
-        values, packed = jnp.dtype(FORMATS[self.kind].dtype), self.slice_bytes_of(at, 0)
-        return byte_registers.widened(packed, values, self.x_tiles.dtype, first, PIECE, interpret=self.interpret)
+        return self.widened(self.slice_bytes_of(at, 0), first, PIECE)
 
     def product(self, origin, at, column, factors, total):
         """Returns a total [64, height] with the products of this warpgroup's slices of a slot added to it."""

@@ -306,12 +306,13 @@ class PackedCta(ABC):
         if FORMATS[self.kind].is_packed:
             pieces = registers.differences(packed, zeros, dtype, size, interpret=self.interpret)
         else:
-            values = jnp.dtype(FORMATS[self.kind].dtype)
-            pieces = [
-                byte_registers.widened(packed, values, dtype, first, size, interpret=self.interpret)
-                for first in range(0, SLICE, size)
-            ]
+            pieces = [self.widened(packed, first, size) for first in range(0, SLICE, size)]
         return [(piece, self.x_piece(at, index, number * size, size)) for number, piece in enumerate(pieces)]
+
+    def widened(self, packed, first, size):
+        """Returns columns of a slice of bytes, widened in registers."""
+        values, dtype = jnp.dtype(FORMATS[self.kind].dtype), self.x_tiles.dtype
+        return byte_registers.widened(packed, values, dtype, first, size, interpret=self.interpret)
 
     def zeros(self):
         """Returns zeros [64, height] in the registers of a result."""
