@@ -41,19 +41,27 @@ class LayerState:
         raise NotImplementedError
 
     @classmethod
-    def move_rows(
-        cls, states: Sequence[Self], view: SlotView, source: Array, target: Array, moved: Array
-    ) -> list[Self]:
-        """Move what the layers keep of the tokens of an accepted path to the places of committed tokens.
+    def commit(cls, states: Sequence[Self], view: SlotView, path: AcceptedPath) -> list[Self]:
+        """Keep the tokens of an accepted path, and forget all other nodes.
 
         Args:
             states: states of this kind, of several layers.
-            view: the slots of the batch.
-            source: present row of each token of the path, counted from a row's root, [batch, depth + 1].
-            target: row of each token after the move, [batch, depth + 1].
-            moved: whether each token is moved, [batch, depth + 1].
+            view: the slots of the batch, before their lengths advance.
+            path: the tokens to keep, and the rows that they have.
         """
         raise NotImplementedError
+
+
+@struct.dataclass
+class AcceptedPath:
+    """The tokens that a round commits, and the rows that they have; rows are counted from a row's root.
+
+    The token at depth d of a path goes to row d. Those of a chain are in their rows already.
+    """
+
+    counts: Int[Array, "batch"]  # number of tokens that become committed rows; 0 for an inactive row
+    source: Int[Array, "batch depth1"] | None = None  # present row of each token of the path; None: of a chain
+    moved: Bool[Array, "batch depth1"] | None = None  # whether each token has to move; None: none has
 
 
 @struct.dataclass
@@ -148,6 +156,8 @@ class TokenBatch(WithNumerics):
     page_table: Int[Array, "batch pages"]
     bits: UInt32[Array, "batch tokens words"] | None  # visible new rows of each token, one bit per row
     numerics: Numerics = struct.field(pytree_node=False)
+    # Slot of each sequence, of prompts that of each piece, for states that are kept by slot; None: nothing is kept.
+    slots: Int[Array, "sequences"] | None = None
     base: Int[Array, "batch"] | None = None  # cache row of bit 0; None: first_row
     new_rows: int | None = struct.field(pytree_node=False, default=None)  # number of bits; None: one per token
     window: int | None = struct.field(pytree_node=False, default=None)  # number of newest rows attended to; None: all

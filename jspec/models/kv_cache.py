@@ -6,12 +6,13 @@ Every forward pass writes new cache rows. A slot's length says how many of its c
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from jspec.core.records import LayerState, SlotView, Verdict
+from jspec.core.records import AcceptedPath, LayerState, SlotView, Verdict
 from jspec.core.tree import Tree
 from jspec.models.config.layer_config import LayerConfig
 from jspec.models.parts.kv_pool import PoolShape
@@ -79,10 +80,10 @@ def write_token_history(
 def commit(
     cache: Sequence[S], tree: Tree, view: SlotView, verdict: Verdict, rows: Int[Array, "batch nodes"] | None = None
 ) -> list[S]:
-    """Move the cache rows of the accepted path directly after the committed rows, in the order of the path.
+    """Let every layer keep the accepted path: its cache rows come directly after the committed rows, in their order.
 
     Cache rows are counted here from the root's row: the row of node ``path[d]`` is moved to row d. The nodes of a chain
-    are in their final rows already, so the cache of a chain is returned unchanged.
+    are in their final rows already, so their cache rows do not move.
 
     Args:
         cache: state of each layer of the target or of a draft model.
@@ -91,18 +92,18 @@ def commit(
         verdict: accepted path of each batch row.
         rows: cache row of each node; -1: the node has no cache row; None: node n has cache row n.
     """
-    if tree.is_chain:
-        return list(cache)
-    depth = jnp.arange(verdict.path.shape[1])
-    source = verdict.path
-    if rows is not None:
-        source = jnp.take_along_axis(rows, jnp.maximum(verdict.path, 0), axis=1)
-    is_moved = (verdict.path >= 0) & (source >= 0) & (source != depth)
-    moved = list(cache)
+    path = AcceptedPath(jnp.where(view.active, verdict.counts, 0))
+    if not tree.is_chain:
+        source = verdict.path
+        if rows is not None:
+            source = jnp.take_along_axis(rows, jnp.maximum(verdict.path, 0), axis=1)
+        is_moved = (verdict.path >= 0) & (source >= 0) & (source != jnp.arange(source.shape[1]))
+        path = replace(path, source=source, moved=is_moved)
+    committed = list(cache)
     kinds: list[type[S]] = list(dict.fromkeys(map(type, cache)))
     for kind in kinds:
         layers = [index for index, state in enumerate(cache) if type(state) is kind]
-        states = kind.move_rows([cache[index] for index in layers], view, source, depth, is_moved)
+        states = kind.commit([cache[index] for index in layers], view, path)
         for index, state in zip(layers, states, strict=True):
-            moved[index] = state
-    return moved
+            committed[index] = state
+    return committed

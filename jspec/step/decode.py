@@ -17,11 +17,21 @@ from jaxtyping import Array, Int
 from jspec import verify
 from jspec.core.ancestors import ancestors, by_depth, depths
 from jspec.core.packing import Packing
-from jspec.core.records import Draft, LogProbs, SlotState, SlotView, StepOutput, TokenBatch, Trace, Verdict, pack_result
+from jspec.core.records import (
+    Draft,
+    LayerState,
+    LogProbs,
+    SlotState,
+    SlotView,
+    StepOutput,
+    TokenBatch,
+    Trace,
+    Verdict,
+    pack_result,
+)
 from jspec.draft.base import static_draft
 from jspec.models import kv_cache
 from jspec.models.decoder import TargetOut, forward
-from jspec.models.parts.kv_pool import KVPool
 from jspec.sampling import logprobs, penalties
 from jspec.sampling.sampler import with_noise
 from jspec.step.budget import apply_budget
@@ -136,7 +146,7 @@ def verify_stage(
     view: SlotView,
     draft: Draft,
     packing: Packing | None = None,
-) -> tuple[TargetOut, list[KVPool]]:
+) -> tuple[TargetOut, list[LayerState]]:
     """Run the target on the root and the draft nodes; each node attends to committed rows and its own ancestors.
 
     Args:
@@ -155,6 +165,7 @@ def verify_stage(
             numerics=view.numerics,
             paths=by_depth(ancestors(draft.parents), tree.depth) if fixed and not tree.is_chain else None,
             packing=packing,
+            slots=view.slots,
         )
         return forward(params.target, state.target, batch, feature_layers=program.feature_layers)
 

@@ -137,6 +137,7 @@ def _blocks(pieces: PromptPiece, tokens: Int[Array, "blocks rows"], view: SlotVi
         page_table=of_block(view.page_table),
         bits=None,
         numerics=view.numerics,
+        slots=view.slots,
         piece=piece,
         starts=pieces.start,
         ends=pieces.start + pieces.count,

@@ -13,6 +13,7 @@ from jspec.models.mixers.attention import Attention
 from jspec.models.mixers.gqa import GQA
 from jspec.models.mixers.mixer import Mixer
 from jspec.models.mixers.mla import MLA
+from jspec.models.mixers.short_conv import ShortConv
 from jspec.models.mlps.mlp_config import Dense, Experts, Router
 from jspec.models.parts.checks import positive, unsupported
 from jspec.models.parts.rope import Rope
@@ -67,7 +68,7 @@ def _with_mixer(layer: Fields) -> Fields:
 
 
 # A field that only this kind of mixer has, by which its JSON values are told; others are grouped-query attention.
-MIXERS: dict[str, type[Mixer]] = {"latent": MLA}
+MIXERS: dict[str, type[Mixer]] = {"latent": MLA, "channels": ShortConv}
 
 
 def _read_mixer(fields: Fields) -> Mixer:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import ClassVar
 
 from convert.fields import Fields
-from jspec.models.config.decoder_config import DecoderConfig
+from jspec.models.config.layer_config import LayerConfig
 from jspec.models.families import register
 from jspec.models.families.glm import behind_dense, corrected_router
 from jspec.models.families.llama import Llama
@@ -50,8 +50,8 @@ class Deepseek(Llama):
         )
         return [replace(attention, rope=rope) for rope in ropes]
 
-    def layer_names(self, config: DecoderConfig) -> Names:
-        attention = config.layers[0].attention
+    def layer_names(self, layer: LayerConfig) -> Names:
+        attention = layer.attention
         assert isinstance(attention, MLA)
         has_latent = attention.query_latent is not None  # the order is that of `jspec.models.weights.params`
         qkv = (QUERY.format("q_a_proj"), CACHED) if has_latent else (CACHED, QUERY.format("q_proj"))

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from convert.fields import Fields
 from convert.huggingface import MapRow
-from jspec.models.config.decoder_config import DecoderConfig, ModelConfig
+from jspec.models.config.decoder_config import ModelConfig
 from jspec.models.config.hf_config import (
     DEFAULT_THETA,
     FULL,
@@ -93,9 +93,9 @@ class Llama:
 
     def weights(self, config: ModelConfig, names: Collection[str]) -> list[MapRow]:
         """Return the rows of the weight map; `jspec.models.families.Family.weights` documents the arguments."""
-        return model_rows(config, names, self.layer_names(config), norms_less_one=self.norms_less_one)
+        return model_rows(config, names, self.layer_names, norms_less_one=self.norms_less_one)
 
-    def layer_names(self, config: DecoderConfig) -> Names:
+    def layer_names(self, layer: LayerConfig) -> Names:
         """Return the tensor names by parameter of a layer."""
         return self.names
 

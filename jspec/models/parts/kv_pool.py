@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Self
 
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from jspec.core.config import EngineConfig
-from jspec.core.records import LayerState, SlotView
+from jspec.core.records import AcceptedPath, LayerState, SlotView
 from jspec.core.tree import Tree
 from pallas_kernels.attention.kv_pages import move_rows
 
@@ -29,6 +30,8 @@ class PoolShape:
     dtype: str  # dtype of the target's pools
     draft_dtype: str  # dtype of the drafter's pools
     prefix_cache: bool = False  # whether drafters store a state for each page, for requests that reuse the page
+    round_rows: int = 1  # number of rows that a round of the target writes in a slot
+    state_dtype: str = "float32"  # dtype of what layers without a cache keep of a token
 
     @classmethod
     def of(cls, config: EngineConfig, tree: Tree, dtype: str) -> PoolShape:
@@ -49,6 +52,8 @@ class PoolShape:
             dtype=config.kv_dtype or dtype,
             draft_dtype=config.draft_kv_dtype or dtype,
             prefix_cache=config.prefix_cache,
+            round_rows=tree.nodes,
+            state_dtype=dtype,
         )
         if config.pages is None:
             shape = replace(shape, pages=config.slots * shape.width(tree) + 1)
@@ -85,13 +90,13 @@ class KVPool(_Pools, LayerState):
         return P(None, axis)
 
     @classmethod
-    def move_rows(
-        cls, states: Sequence[Self], view: SlotView, source: Array, target: Array, moved: Array
-    ) -> list[Self]:
-        """Move cache rows, those of several layers in one kernel; `LayerState.move_rows`."""
+    def commit(cls, states: Sequence[Self], view: SlotView, path: AcceptedPath) -> list[Self]:
+        """Move cache rows, those of several layers in one kernel; `LayerState.commit`."""
+        if path.source is None:
+            return list(states)
         first = view.lengths[:, None]
         pools = [state.k for state in states], [state.v for state in states]
-        rows = view.page_table, first + source, first + target, moved
+        rows = view.page_table, first + path.source, first + jnp.arange(path.source.shape[1]), path.moved
         return list(map(cls, *move_rows(*pools, *rows, implementation=view.implementation)))
 
 

@@ -34,6 +34,8 @@ class LayerWeights:
     k_norm: Float[Array, "kv_size"] | None = optional()  # norm of the key heads
     output_scale: Float[Array, "one"] | None = optional()  # factor of the residual stream after the layer
     sinks: Float[Array, "heads"] | None = optional()  # score of each query head's sink
+    # Weights of mixers that keep a state by slot, whose qkv and o are the projections before and after them.
+    conv: Float[Array, "channels taps"] | None = optional()  # taps of a causal convolution, the token's own last
     # Weights of latent attention, whose q_norm and k_norm are those of the latent vectors
     # (`jspec.models.weights.params`).
     q_up: Weight | None = optional()  # queries from their latent vector [heads * (plain + rotated), query_latent]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 
 from convert.huggingface import MapRow, mapped, same
 from jspec.models.config.decoder_config import DecoderConfig, ModelConfig
+from jspec.models.config.layer_config import LayerConfig
 from jspec.models.parts.param_spec import Params
 from jspec.models.weights.params import model_params, rows
 
@@ -22,6 +23,7 @@ LAYER: Names = {
     "o": ("self_attn.o_proj.weight",),
     "o_bias": ("self_attn.o_proj.bias",),
     "sinks": ("self_attn.sinks",),
+    "conv": ("conv.conv.weight",),
     "mlp_norm": ("post_attention_layernorm.weight",),
     "gate_up": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
     "down": ("mlp.down_proj.weight",),
@@ -37,20 +39,24 @@ NORMS = ("attn_norm", "mlp_norm", "attn_post_norm", "mlp_post_norm", "q_norm", "
 
 
 def model_rows(
-    config: ModelConfig, names: Collection[str], layer: Names = LAYER, *, norms_less_one: bool = False
+    config: ModelConfig,
+    names: Collection[str],
+    names_of: Callable[[LayerConfig], Names] = lambda layer: LAYER,
+    *,
+    norms_less_one: bool = False,
 ) -> list[MapRow]:
     """Return the rows of the weight map of a target or a draft model, one per parameter.
 
     Args:
         config: config of the model.
         names: names of all tensors in the checkpoint.
-        layer: tensor names by parameter name of a layer, without prefix.
+        names_of: function of a layer's config that returns tensor names by parameter name, without prefix.
         norms_less_one: whether the file stores the weights of norms minus 1.
     """
     params = model_params(config)
     tensors = {name: [tensor] for name, tensor in TENSORS.items() if name in params}
-    for index in range(config.num_layers):
-        tensors |= layer_tensors(params, f"layers.{index}", f"model.layers.{index}", layer)
+    for index, layer in enumerate(config.layers):
+        tensors |= layer_tensors(params, f"layers.{index}", f"model.layers.{index}", names_of(layer))
     tied: list[MapRow] = []
     if config.tie_word_embeddings:
         del tensors["embed"]

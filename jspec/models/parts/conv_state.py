@@ -1,0 +1,130 @@
+"""The newest inputs of a causal convolution for every slot, and the convolution of new tokens with them.
+
+A token's input is in row ``position % rows`` of its slot, so those of accepted draft tokens of a chain are in place
+already, and those of rejected ones are overwritten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Self
+
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Bool, Float, Int
+
+from jspec.core.records import AcceptedPath, LayerState, PromptBatch, SlotView, TokenBatch
+from jspec.models.parts.kv_pool import PoolShape
+from jspec.models.parts.slot_rows import ancestor_mask, is_token, move_slot_rows
+
+Inputs = Float[Array, "batch tokens channels"]
+
+
+class _Inputs(NamedTuple):
+    inputs: Float[Array, "slots rows channels"]
+
+
+class ConvState(_Inputs, LayerState):
+    """The newest inputs of a layer's convolution."""
+
+    __slots__ = ()
+
+    @classmethod
+    def zeros(cls, pool: PoolShape, channels: int, taps: int) -> ConvState:
+        """Make the state of a layer: rows for the nodes of a round, and for the committed inputs that these read."""
+        return cls(jnp.zeros((pool.slots, pool.round_rows + taps - 1, channels), pool.state_dtype))
+
+    def specs(self, axis: str) -> P:
+        """Divide the channels; `LayerState.specs`."""
+        return P(None, None, axis)
+
+    @classmethod
+    def commit(cls, states: Sequence[Self], view: SlotView, path: AcceptedPath) -> list[Self]:
+        """Move the inputs of an accepted path; `LayerState.commit`."""
+        return [cls(move_slot_rows(state.inputs, view, path, axis=1)) for state in states]
+
+
+def convolve(
+    state: ConvState, x: Inputs, weight: Float[Array, "channels taps"], batch: TokenBatch
+) -> tuple[Inputs, ConvState]:
+    """Convolve the inputs of new tokens with those of the tokens before them, each channel by itself.
+
+    The last tap is a token's own, and before a text there are zeros.
+
+    Args:
+        state: the newest inputs of every slot.
+        x: inputs of the batch's tokens, not packed.
+        weight: weights of the taps.
+        batch: positions and slots of the tokens, and which see which.
+
+    Returns:
+        The sums in float32, and the state with the new inputs.
+    """
+    taps = weight.shape[1]
+    x = x.astype(state.inputs.dtype)
+    before = _of_prompts if isinstance(batch, PromptBatch) else _of_nodes
+    earlier = before(state, x, batch, taps)  # of each token: the inputs 1, 2, ... tokens before it
+    weights = weight.astype(jnp.float32)
+    total = weights[:, -1] * x
+    for age, inputs in enumerate(earlier, 1):
+        total += weights[:, taps - 1 - age] * inputs
+    return total, _written(state, x, batch, taps)
+
+
+def _committed(
+    state: ConvState, slots: Int[Array, "sequences"], lengths: Int[Array, "sequences"], count: int
+) -> Float[Array, "sequences count channels"]:
+    """Return the newest committed inputs, the newest one first; zeros before the text."""
+    positions = lengths[:, None] - 1 - jnp.arange(count)
+    inputs = state.inputs.at[slots[:, None], positions % state.inputs.shape[1]].get(mode="fill", fill_value=0)
+    return jnp.where((positions >= 0)[..., None], inputs, 0)
+
+
+def _of_nodes(state: ConvState, x: Inputs, batch: TokenBatch, taps: int) -> list[Array]:
+    assert batch.slots is not None, "rounds have slots"
+    past, count = _committed(state, batch.slots, batch.first_row, taps - 1), taps - 1
+    every = jnp.concatenate([past[:, ::-1], x], axis=1)
+    if batch.bits is None and batch.paths is None:
+        return [every[:, count - age : count - age + x.shape[1]] for age in range(1, taps)]
+    is_seen = ancestor_mask(batch)
+    depth = batch.positions - batch.first_row[:, None]
+    found = []
+    for age in range(1, taps):
+        wanted = (depth - age)[:, :, None]
+        node = jnp.argmax(is_seen & (depth[:, None, :] == wanted), axis=-1)
+        row = jnp.where(depth >= age, count + node, jnp.clip(count + depth - age, 0, count - 1))
+        found.append(jnp.take_along_axis(every, row[..., None], axis=1))
+    return found
+
+
+def _of_prompts(state: ConvState, x: Inputs, batch: PromptBatch, taps: int) -> list[Array]:
+    """The blocks of a piece are consecutive, so a token follows the one before it among all rows of the batch."""
+    flat, start = x.reshape(-1, x.shape[-1]), batch.of_piece(batch.starts)[:, None]
+    if batch.slots is None:
+        past = jnp.zeros((len(batch.starts), taps - 1, x.shape[-1]), x.dtype)
+    else:
+        past = _committed(state, batch.slots, batch.starts, taps - 1)
+    past = batch.of_piece(past)
+    found = []
+    for age in range(1, taps):
+        shifted = jnp.pad(flat, ((age, 0), (0, 0)))[: len(flat)].reshape(x.shape)
+        behind = start - 1 - (batch.positions - age)  # 0: the newest token before the piece
+        old = jnp.take_along_axis(past, jnp.clip(behind, 0, taps - 2)[..., None], axis=1)
+        found.append(jnp.where((behind < 0)[..., None], shifted, old))
+    return found
+
+
+def _written(state: ConvState, x: Inputs, batch: TokenBatch, taps: int) -> ConvState:
+    if batch.slots is None:
+        return state
+    slots, rows = state.inputs.shape[:2]
+    if isinstance(batch, PromptBatch):
+        is_kept: Bool[Array, "batch tokens"] = is_token(batch) & (
+            batch.positions >= batch.of_piece(batch.ends)[:, None] - (taps - 1)
+        )
+        slot, position = batch.of_piece(batch.slots, slots), batch.positions
+    else:
+        is_kept, slot = batch.valid, batch.slots
+        position = batch.first_row[:, None] + jnp.arange(x.shape[1])
+    place = jnp.where(is_kept, slot[:, None], slots), position % rows
+    return ConvState(state.inputs.at[place].set(x, mode="drop"))

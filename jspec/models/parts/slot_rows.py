@@ -1,0 +1,53 @@
+"""Rows that a layer keeps for each slot: the row of a position, and what a commit moves.
+
+The row of position p is ``p % rows``. The rows of committed tokens that are still read, those of the root and of the
+nodes of a round are different ones, and a round's rows are those of its first row and the following positions.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from jspec.core.records import AcceptedPath, AncestorMask, PromptBatch, SlotView, TokenBatch
+from pallas_kernels.attention.ancestor_bits import WORD
+
+
+def move_slot_rows(
+    rows: Float[Array, "slots *axes"], view: SlotView, path: AcceptedPath, *, axis: int
+) -> Float[Array, "slots *axes"]:
+    """Move the rows of an accepted path to the places of committed tokens.
+
+    Args:
+        rows: rows of all slots.
+        view: the slots of the batch, before their lengths advance.
+        path: the rows to move.
+        axis: axis of the rows.
+    """
+    if path.source is None:
+        return rows
+    assert path.moved is not None
+    by_row = jnp.moveaxis(rows, axis, 1)
+    size, first = by_row.shape[1], view.lengths[:, None]
+    slot = view.slots[:, None]
+    moved = by_row.at[slot, (first + path.source) % size].get(mode="fill", fill_value=0)
+    target = jnp.where(path.moved, slot, len(rows)), (first + jnp.arange(path.source.shape[1])) % size
+    return jnp.moveaxis(by_row.at[target].set(moved, mode="drop"), 1, axis)
+
+
+def ancestor_mask(batch: TokenBatch) -> AncestorMask:
+    """Return which tokens of its own sequence a token follows, itself included, [batch, tokens, tokens]."""
+    count = batch.tokens.shape[1]
+    if batch.bits is not None:
+        bit = jnp.arange(count, dtype=jnp.uint32)
+        words = jnp.take(batch.bits, bit // WORD, axis=-1)
+        return (words >> (bit % WORD)) & 1 == 1
+    if batch.paths is not None:
+        return (batch.paths[..., None] == jnp.arange(count)).any(axis=2)
+    return jnp.broadcast_to(jnp.tri(count, dtype=bool), (len(batch.tokens), count, count))
+
+
+def is_token(batch: PromptBatch) -> Bool[Array, "batch tokens"]:
+    """Return which rows of a prefill are tokens of a piece, whether or not their cache rows exist already."""
+    is_in_block = batch.positions == batch.first_row[:, None] + jnp.arange(batch.positions.shape[1])
+    return batch.is_used & is_in_block & (batch.piece < len(batch.starts))[:, None]
