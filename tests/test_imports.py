@@ -53,7 +53,7 @@ SUB_FLOORS = {  # of packages that are divided, from the lowest floor up
         ("decoder",),
         ("deterministic",),
     ),
-    "pallas_kernels": (("dispatch",), ("layers",), ("attention", "sampling", "state")),
+    "pallas_kernels": (("dispatch",), ("layers",), ("attention", "recurrent", "sampling", "state")),
     "pallas_kernels.layers": (
         ("shard", "row_by_row", "hopper"),
         ("weights",),

@@ -60,6 +60,7 @@ class AcceptedPath:
     """
 
     counts: Int[Array, "batch"]  # number of tokens that become committed rows; 0 for an inactive row
+    longest: int = struct.field(pytree_node=False)  # largest possible count
     source: Int[Array, "batch depth1"] | None = None  # present row of each token of the path; None: of a chain
     moved: Bool[Array, "batch depth1"] | None = None  # whether each token has to move; None: none has
 

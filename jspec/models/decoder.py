@@ -214,7 +214,8 @@ def run_layers(
     """
     states, eps = [x], model.config.norm_eps
     norms: list[list[Norm]] = [
-        [] if layer.attn_norm is None else [(layer.attn_norm, layer.qkv)] for layer in model.layers[1:]
+        [] if layer.attn_norm is None else [(layer.attn_norm, layer.qkv if layer.gates is None else None)]
+        for layer in model.layers[1:]
     ]
     norms.append([(model.norm, None)])
     for index, (layer, config, after) in enumerate(zip(model.layers, model.config.layers, norms, strict=True)):

@@ -92,7 +92,7 @@ def commit(
         verdict: accepted path of each batch row.
         rows: cache row of each node; -1: the node has no cache row; None: node n has cache row n.
     """
-    path = AcceptedPath(jnp.where(view.active, verdict.counts, 0))
+    path = AcceptedPath(jnp.where(view.active, verdict.counts, 0), longest=verdict.path.shape[1])
     if not tree.is_chain:
         source = verdict.path
         if rows is not None:

@@ -61,7 +61,7 @@ def _feed_forward(config: Dense | Experts) -> str:
     if config.weighs_inputs:
         parts.append("weights of the inputs")
     if config.shared:
-        parts.append(f"shared expert of {config.shared} channels")
+        parts.append(f"shared expert of {config.shared} channels{' with a factor' if config.gates_shared else ''}")
     return ", ".join(parts)
 
 

@@ -10,6 +10,7 @@ from typing import Any, Self, TypeVar, cast
 from convert.fields import CheckpointError, Fields, listed, require
 from jspec.models.config.layer_config import LayerConfig
 from jspec.models.mixers.attention import Attention
+from jspec.models.mixers.gated_delta import GatedDelta
 from jspec.models.mixers.gqa import GQA
 from jspec.models.mixers.mixer import Mixer
 from jspec.models.mixers.mla import MLA
@@ -68,7 +69,7 @@ def _with_mixer(layer: Fields) -> Fields:
 
 
 # A field that only this kind of mixer has, by which its JSON values are told; others are grouped-query attention.
-MIXERS: dict[str, type[Mixer]] = {"latent": MLA, "channels": ShortConv}
+MIXERS: dict[str, type[Mixer]] = {"latent": MLA, "channels": ShortConv, "key_heads": GatedDelta}
 
 
 def _read_mixer(fields: Fields) -> Mixer:

@@ -48,8 +48,6 @@ class Family(Protocol):
 
 
 FAMILIES: dict[str, Family] = {}
-# Known values of `model_type` that no family reads, because most layers have linear attention.
-RECURRENT = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 DEFAULT = "llama"  # family that reads a config.json without a model_type, and raises the error for the missing key
 
 F = TypeVar("F", bound=type[Family])
@@ -89,11 +87,8 @@ def family_of(model_type: str) -> Family:
     """Return the family that is registered under a `model_type`.
 
     Raises:
-        NotImplementedError: no family has this `model_type`; the message names the registered values, or the reason.
+        NotImplementedError: no family has this `model_type`; the message names the registered values.
     """
-    if model_type in RECURRENT:
-        reason = "a model without linear attention, whose recurrent state cannot return to the last accepted token"
-        raise unsupported("model_type", model_type, reason)
     if model_type not in model_types():
         raise unsupported("model_type", model_type, " or ".join(map(repr, FAMILIES)))
     return FAMILIES[model_type]

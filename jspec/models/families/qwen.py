@@ -63,7 +63,11 @@ class Qwen3Moe(Qwen3):
             fields.integer("num_experts_per_tok", 8),
             is_normalised=bool(fields.flag("norm_topk_prob")),
         )
-        experts = Experts(fields.integer("moe_intermediate_size", 768), router, dense.activation)
-        step, listed = fields.integer("decoder_sparse_step", 1), fields.integers("mlp_only_layers")
-        count = fields.integer("num_hidden_layers")
-        return [dense if i in listed or (i + 1) % step else experts for i in range(count)]
+        return sparse_layers(fields, dense, Experts(fields.integer("moe_intermediate_size", 768), router, dense.activation))
+
+
+def sparse_layers(fields: Fields, dense: Dense, experts: Experts) -> list[Dense | Experts]:
+    """Return the feed-forward of each layer: experts in every few layers, except those that the config names."""
+    step, listed = fields.integer("decoder_sparse_step", 1), fields.integers("mlp_only_layers")
+    count = fields.integer("num_hidden_layers")
+    return [dense if i in listed or (i + 1) % step else experts for i in range(count)]

@@ -24,7 +24,7 @@ from jspec.models.parts.rope import PLAIN, Rope, tables
 from pallas_kernels.attention.append_attention import append_attention
 from pallas_kernels.attention.rope_append import HeadTransform, rotate_append
 from pallas_kernels.layers.norm_columns import norm_columns
-from pallas_kernels.layers.partial_sums import PartialSums, reduce_partials
+from pallas_kernels.layers.partial_sums import PartialSums, columns, reduce_partials
 from pallas_kernels.layers.shard import AXIS, Shard, gather_columns, own_columns
 from pallas_kernels.layers.weights import Inputs, has_dynamic_activations
 
@@ -56,6 +56,8 @@ class GQA(Attention):
         scale: factor of the scores; None: 1 / sqrt(head_dim).
         softcap: limit c of the scores x, which become c * tanh(x / c) (Gemma 2, arXiv:2408.00118); None: no limit.
         sinks: whether each query head has a sink, a score without a value (gpt-oss, arXiv:2508.10925).
+        output_gate: whether each head's output is multiplied by the sigmoid of further products of the layer's input.
+            A checkpoint of Hugging Face stores their rows behind those of each query head.
         causal: whether a query attends to no later token, whatever the batch's mask says, which lets the tokens of a
             DFlash block attend to each other.
     """
@@ -75,6 +77,7 @@ class GQA(Attention):
     scale: float | None = None
     softcap: float | None = None
     sinks: bool = False
+    output_gate: bool = False
     causal: bool = False
 
     @property
@@ -135,8 +138,9 @@ class GQA(Attention):
     def params(self, hidden: int, inputs: int, norm_dtype: str | None) -> dict[str, ParamSpec]:
         """Declare the weights; `Mixer.params`."""
         q, kv, dim = self.q_size, self.kv_size, self.head_dim
+        parts, stored = ((q, kv, kv, q), (2 * q, kv, kv)) if self.output_gate else ((q, kv, kv), ())
         params = {
-            "qkv": ParamSpec((q + 2 * kv, inputs), ("heads", "hidden"), parts=(q, kv, kv), unit=dim),
+            "qkv": ParamSpec((sum(parts), inputs), ("heads", "hidden"), parts=parts, stored=stored, unit=dim),
             "o": ParamSpec((hidden, q), ("hidden", "heads")),
         }
         if self.bias:
@@ -161,6 +165,8 @@ class GQA(Attention):
         name = row.parameter.rpartition(".")[2]
         if name == "qkv" and self.values_are_keys:
             row = self._without_values(row)
+        if name == "qkv" and self.output_gate:
+            row = self._gates_last(row)
         rotated, dim = self.rope.rotated(self.head_dim), self.head_dim
         is_kept = rotated == dim and not self.is_interleaved
         if is_kept or name not in ("qkv", "qkv_bias", "q_norm", "k_norm"):
@@ -176,6 +182,12 @@ class GQA(Attention):
         queries_and_keys = stacked(row.parameter, dict(list(row.sources.items())[:2]), row.dtype)
         keys = np.arange(self.q_size, self.q_size + self.kv_size)
         return selected(queries_and_keys, np.concatenate([np.arange(self.q_size), keys, keys]))
+
+    def _gates_last(self, row: MapRow) -> MapRow:
+        """Make the fused projection from tensors of queries with gates, keys and values: gates come last."""
+        both = np.arange(2 * self.q_size).reshape(self.heads, 2, self.head_dim)
+        keys_and_values = both.size + np.arange(2 * self.kv_size)
+        return selected(row, np.concatenate([both[:, 0].ravel(), keys_and_values, both[:, 1].ravel()]))
 
     def _reordered_heads(self, name: str) -> int:
         """Return how many heads, from the first row of a parameter on, are reordered."""
@@ -195,7 +207,27 @@ class GQA(Attention):
         eps: float,
         start: int = 0,
     ) -> tuple[Inputs, KVPool]:
-        """Write keys and values, and attend; `Attention.mix_projected`.
+        """Write keys and values, and attend; `Attention.mix_projected`."""
+        if not self.output_gate:
+            return self._attended(layer, qkv, pool, batch, dtype, eps=eps, start=start)
+        width = self.q_size + 2 * self.kv_size
+        gate = jax.nn.sigmoid(reduce_partials(columns(qkv, width), jnp.float32))
+        options: dict[str, Any] = {"eps": eps, "start": start}
+        out, pool = self._attended(layer, columns(qkv, 0, width), pool, batch, dtype, **options)
+        return (out * gate).astype(dtype), pool
+
+    def _attended(
+        self,
+        layer: LayerWeights,
+        qkv: PartialSums,
+        pool: KVPool,
+        batch: TokenBatch,
+        dtype: jnp.dtype,
+        *,
+        eps: float,
+        start: int,
+    ) -> tuple[Any, KVPool]:
+        """Write keys and values, and attend; the output's gate is left out.
 
         One kernel does both for the nodes of draft trees, if ``batch`` has no ``base`` and is not deterministic.
         """
@@ -204,7 +236,7 @@ class GQA(Attention):
         qkv, transform = self._transform(layer, qkv, batch, dtype, eps)
         rows = batch.page_table, batch.first_row, batch.valid, None if self.causal else batch.bits, layer.sinks
         options: dict[str, Any] = {"heads": self.heads, "dtype": dtype, "implementation": batch.implementation}
-        options |= {"start": start, "quantize_output": has_dynamic_activations(layer.o), **self._scores(batch)}
+        options |= {"start": start, "quantize_output": self._quantizes(layer), **self._scores(batch)}
         out, k, v = append_attention(pool.k, pool.v, qkv, transform, *rows, **options)
         return batch.pack(concat_heads(out)), KVPool(k, v)
 
@@ -221,7 +253,7 @@ class GQA(Attention):
     def attend(self, layer: LayerWeights, q: Queries, pool: KVPool, batch: TokenBatch, *, start: int = 0) -> Inputs:
         """Attend with all heads; `Attention.attend`."""
         batch = replace(batch, bits=None) if self.causal else batch
-        options: dict[str, Any] = {"start": start, "quantize_output": has_dynamic_activations(layer.o)}
+        options: dict[str, Any] = {"start": start, "quantize_output": self._quantizes(layer)}
         return attend_pages(q, pool, batch, self._scores(batch), sinks=layer.sinks, **options)
 
     def _transform(
@@ -236,6 +268,10 @@ class GQA(Attention):
         ones = jnp.ones(self.head_dim, dtype)
         q_norm, k_norm = (ones, ones) if self.qk_norm == "unit" else (layer.q_norm, layer.k_norm)
         return qkv, HeadTransform(cos_sin, layer.qkv_bias, q_norm, k_norm, ones if self.v_norm else None, eps)
+
+    def _quantizes(self, layer: LayerWeights) -> bool:
+        """Return whether the kernel of attention rounds its output for the output projection."""
+        return has_dynamic_activations(layer.o) and not self.output_gate
 
     def _scores(self, batch: TokenBatch) -> dict[str, Any]:
         """Return how scores are computed: the smaller window of batch and layer, chunk, factor and limit."""
@@ -259,6 +295,8 @@ class GQA(Attention):
             parts.append(f"scores limited to {self.softcap:g}")
         if self.sinks:
             parts.append("sinks")
+        if self.output_gate:
+            parts.append("gates of the output")
         if self.causal:
             parts.append("causal within a block")
         limits = [f"{self.window} tokens"] if self.window is not None else []

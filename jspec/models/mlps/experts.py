@@ -79,7 +79,10 @@ def shared_sums(x: Array, layer: LayerWeights, config: Experts, numerics: Numeri
         return with_scales(split_matmul(inner, rows, first=first, implementation=numerics.implementation))
     assert layer.gate_up is not None and layer.down is not None
     down = layer.down.weight if isinstance(layer.down, Shard) else layer.down
-    return with_scales(mlp(x, layer.gate_up, down, numerics, activation=config.activation))
+    sums = with_scales(mlp(x, layer.gate_up, down, numerics, activation=config.activation))
+    if layer.shared_gate is None:
+        return sums
+    return sums * jax.nn.sigmoid(_logits(x, layer.shared_gate, numerics))
 
 
 def among_experts(layer: LayerWeights, config: Experts, rows: int, *, deterministic: bool) -> int:
@@ -104,13 +107,19 @@ def choose_experts(
     """Return the experts that each row uses and their weights, as `route` does."""
     weight = layer.router
     assert weight is not None
-    x = flat.astype(weight.dtype)
+    logits = _logits(flat, weight, numerics)
+    biases = {"bias": layer.router_bias, "correction": layer.router_correction}
+    return route(logits, router, used=used, shared=shared, **biases, **numerics.options)
+
+
+def _logits(
+    x: Float[Array, "*rows hidden"], weight: Float[Array, "out hidden"], numerics: Numerics
+) -> Float[Array, "*rows out"]:
+    """Return products with a small weight in float32."""
+    x = x.astype(weight.dtype)
     if numerics.deterministic:
         padded = jnp.pad(weight, ((0, -len(weight) % ROWS), (0, 0)))
         (logits,) = deterministic_matmul(x, padded, jnp.float32, is_whole=True, implementation=numerics.implementation)
-        logits = logits[:, : len(weight)]
-    else:
-        exact = {"preferred_element_type": jnp.float32, "precision": jax.lax.Precision.HIGHEST}
-        logits = jnp.einsum("tk,nk->tn", x, weight, **exact)
-    biases = {"bias": layer.router_bias, "correction": layer.router_correction}
-    return route(logits, router, used=used, shared=shared, **biases, **numerics.options)
+        return logits[..., : len(weight)]
+    exact = {"preferred_element_type": jnp.float32, "precision": jax.lax.Precision.HIGHEST}
+    return jnp.einsum("...k,nk->...n", x, weight, **exact)

@@ -109,6 +109,7 @@ class Experts:
             limited to at most c, and u to between -c and c. None: an expert computes activation(g) * u.
         alpha: factor of the gate in the sigmoid, with a limit.
         weighs_inputs: whether the router's weights multiply the inputs of experts (Llama 4), not their outputs.
+        gates_shared: whether the shared expert's output has a factor, the sigmoid of one more product of the input.
     """
 
     width: int
@@ -119,11 +120,12 @@ class Experts:
     limit: float | None = None
     alpha: float = 1.0
     weighs_inputs: bool = False
+    gates_shared: bool = False
 
     @property
     def shared_count(self) -> int:
         """Number of experts that the shared one may be, whose outputs add up to its own; 0: it cannot be any."""
-        is_alike = self.shared % self.width == 0 and self.limit is None and not self.bias
+        is_alike = self.shared % self.width == 0 and self.limit is None and not self.bias and not self.gates_shared
         return self.shared // self.width if is_alike else 0
 
     def row_size(self, hidden: int) -> int:

@@ -36,6 +36,10 @@ class LayerWeights:
     sinks: Float[Array, "heads"] | None = optional()  # score of each query head's sink
     # Weights of mixers that keep a state by slot, whose qkv and o are the projections before and after them.
     conv: Float[Array, "channels taps"] | None = optional()  # taps of a causal convolution, the token's own last
+    gates: Float[Array, "twice inputs"] | None = optional()  # rates and log decays of the heads of a gated delta net
+    a_log: Float[Array, "heads"] | None = optional()  # logarithm of the decays' factors
+    dt_bias: Float[Array, "heads"] | None = optional()  # bias of the decays
+    delta_norm: Float[Array, "channels"] | None = optional()  # norm of each head's output
     # Weights of latent attention, whose q_norm and k_norm are those of the latent vectors
     # (`jspec.models.weights.params`).
     q_up: Weight | None = optional()  # queries from their latent vector [heads * (plain + rotated), query_latent]
@@ -49,4 +53,5 @@ class LayerWeights:
     experts_gate_up: Weight | None = optional()  # gate and up of each expert [experts, 2 * width, hidden]
     experts_down: Weight | None = optional()  # down projection of each expert [experts, hidden, width]
     experts_gate_up_bias: Float[Array, "experts twice"] | None = optional()
+    shared_gate: Float[Array, "one hidden"] | None = optional()  # logit of the factor of the shared expert's output
     experts_down_bias: Float[Array, "experts hidden"] | None = optional()

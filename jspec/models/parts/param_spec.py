@@ -20,6 +20,7 @@ class ParamSpec:
         dtype: dtype of the parameter; None: the dtype of the model.
         parts: for a parameter that is fused from several checkpoint tensors along axis 0, the sizes of these tensors
             along axis 0, in order; (): the parameter is one tensor.
+        stored: the sizes of the tensors if they hold other rows than a part each; (): those of the parts.
         unit: number of rows that must stay together if the parameter is divided over devices, such as those of a head;
             or this number for each part. A part that is one unit is on every device.
     """
@@ -29,15 +30,16 @@ class ParamSpec:
     init: str = "normal"
     dtype: str | None = None
     parts: tuple[int, ...] = ()
+    stored: tuple[int, ...] = ()
     unit: int | tuple[int, ...] = 1
 
     def __post_init__(self) -> None:
         assert len(self.axes) == len(self.shape), self
-        assert not self.parts or sum(self.parts) == self.shape[0], self
+        assert all(sum(sizes) == self.shape[0] for sizes in (self.parts, self.stored) if sizes), self
 
     def part_shapes(self) -> list[Shape]:
         """Shapes of the checkpoint's tensors that are concatenated to this parameter."""
-        return [(rows, *self.shape[1:]) for rows in self.parts or self.shape[:1]]
+        return [(rows, *self.shape[1:]) for rows in self.stored or self.parts or self.shape[:1]]
 
 
 Params = Mapping[str, ParamSpec]  # parameter name -> declaration

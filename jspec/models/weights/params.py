@@ -67,6 +67,8 @@ def _expert_params(experts: Experts, hidden: int) -> dict[str, ParamSpec]:
         params["router_bias"] = ParamSpec((count,), ("routed",), init="zeros", dtype="float32")
     if router.correction:
         params["router_correction"] = ParamSpec((count,), ("routed",), init="zeros", dtype="float32")
+    if experts.gates_shared:
+        params["shared_gate"] = ParamSpec((1, hidden), ("one", "hidden"))
     if experts.bias:
         params["experts_gate_up_bias"] = ParamSpec((count, 2 * width), ("experts", "channels"), init="zeros")
         params["experts_down_bias"] = ParamSpec((count, hidden), ("experts", "hidden"), init="zeros")

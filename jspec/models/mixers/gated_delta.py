@@ -1,0 +1,155 @@
+"""Gated delta nets (arXiv:2412.06464), as Qwen3-Next and Qwen3.5 have them: config, weights and computation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from convert.fields import CheckpointError
+from convert.huggingface import MapRow
+from jspec.core.records import TokenBatch
+from jspec.models.mixers.mixer import Mixer
+from jspec.models.mixers.short_conv import squeezed_taps
+from jspec.models.parts.checks import check_divided, positive_values
+from jspec.models.parts.conv_state import ConvState, convolve
+from jspec.models.parts.delta_state import DeltaState, run_tokens
+from jspec.models.parts.kv_pool import PoolShape, check_size
+from jspec.models.parts.layer_weights import LayerWeights
+from jspec.models.parts.layers import product
+from jspec.models.parts.param_spec import ParamSpec, norm
+from pallas_kernels.layers.partial_sums import reduce_partials
+from pallas_kernels.layers.weights import Inputs
+from pallas_kernels.recurrent.gated_delta import DeltaTokens
+
+UNIT_EPS = 1e-6  # added to the sum of squares of a key or a query before its root divides them
+
+
+@dataclass(frozen=True)
+class GatedDelta(Mixer):
+    """A gated delta net: a causal convolution of few taps, then the gated delta rule in every head.
+
+    Attributes:
+        key_heads: number of key heads, which is also the number of query heads.
+        value_heads: number of value heads, each with a state; successive ones share a key head.
+        key_dim, value_dim: number of channels of a key head and of a value head.
+        taps: number of tokens that a sum of the convolution has, the token's own included.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+
+    @property
+    def key_size(self) -> int:
+        """Number of channels of all key heads in total."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def value_size(self) -> int:
+        """Number of channels of all value heads in total."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def row_size(self) -> int:
+        return 4 * self.key_size + 4 * self.value_size + 2 * self.value_heads
+
+    def check(self) -> None:
+        """Check the sizes; `Mixer.check`."""
+        sizes = {"linear_num_key_heads": self.key_heads, "linear_num_value_heads": self.value_heads}
+        sizes |= {"linear_key_head_dim": self.key_dim, "linear_value_head_dim": self.value_dim}
+        positive_values("config", sizes | {"linear_conv_kernel_dim": self.taps})
+        if self.value_heads % self.key_heads:
+            raise CheckpointError(
+                "linear_num_key_heads",
+                f"expected a divisor of linear_num_value_heads {self.value_heads}, got {self.key_heads}; correct "
+                "config.json",
+            )
+
+    def divided(self, devices: int) -> GatedDelta:
+        """Return the heads of one of several devices, of which several may have the same key head; `Mixer.divided`."""
+        check_divided("linear_num_value_heads", self.value_heads, devices)
+        if devices % self.key_heads:
+            check_divided("linear_num_key_heads", self.key_heads, devices, "divisor or a multiple")
+        return replace(
+            self, key_heads=max(self.key_heads // devices, 1), value_heads=self.value_heads // devices
+        )
+
+    def params(self, hidden: int, inputs: int, norm_dtype: str | None) -> dict[str, ParamSpec]:
+        """Declare the weights; `Mixer.params`.
+
+        The rows of ``qkv`` are those of queries, keys, values and output gates, those of ``gates`` the rates and the
+        decays. The latter stay unquantised, as do the decays' parameters, which are in float32.
+        """
+        keys, values, heads = self.key_size, self.value_size, self.value_heads
+        parts, units = (keys, keys, values, values), (self.key_dim,) * 2 + (self.value_dim,) * 2
+        return {
+            "qkv": ParamSpec(
+                (sum(parts), inputs), ("heads", "hidden"), parts=parts, stored=(sum(parts[:3]), values), unit=units
+            ),
+            "o": ParamSpec((hidden, values), ("hidden", "heads")),
+            "gates": ParamSpec((2 * heads, inputs), ("heads", "hidden"), parts=(heads, heads)),
+            "conv": ParamSpec((sum(parts[:3]), self.taps), ("heads", "taps"), parts=parts[:3], unit=units[:3]),
+            "a_log": ParamSpec((heads,), ("heads",), init="zeros", dtype="float32"),
+            "dt_bias": ParamSpec((heads,), ("heads",), init="ones", dtype="float32"),
+            "delta_norm": norm(self.value_dim, "channels", norm_dtype),
+        }
+
+    def file_row(self, row: MapRow) -> MapRow:
+        """Return the taps without their second axis, which has one channel; `Mixer.file_row`."""
+        return squeezed_taps(row)
+
+    def state(self, pool: PoolShape, dtype: str) -> DeltaState:
+        """Make states and records of zeros; `Mixer.state`."""
+        heads, dims = (self.key_heads, self.value_heads), (self.key_dim, self.value_dim)
+        check_size(pool, (pool.slots, self.value_heads, *dims))
+        inputs = ConvState.zeros(pool, 2 * self.key_size + self.value_size, self.taps)
+        return DeltaState.zeros(pool, heads, dims, inputs)
+
+    def mix(
+        self, layer: LayerWeights, x: Inputs, state: DeltaState, batch: TokenBatch, dtype: jnp.dtype, *, eps: float
+    ) -> tuple[Any, DeltaState]:
+        """Project, convolve, apply the rule, and norm and gate its outputs; `Mixer.mix`."""
+        assert layer.gates is not None and layer.conv is not None and layer.delta_norm is not None
+        multiply = product(batch.numerics)
+        projected = reduce_partials(batch.unpack(multiply(x, layer.qkv)), dtype)
+        gates = reduce_partials(batch.unpack(multiply(x, layer.gates)), jnp.float32)
+        split = 2 * self.key_size + self.value_size
+        mixed, inputs = convolve(state.inputs, projected[..., :split], layer.conv, batch)
+        new = self._tokens(layer, jax.nn.silu(mixed), gates, state.keys.dtype)
+        outputs, state = run_tokens(state._replace(inputs=inputs), new, batch)
+        outputs = jnp.swapaxes(outputs, 1, 2)  # [batch, tokens, heads, value_dim]
+        normed = outputs * jax.lax.rsqrt(jnp.mean(outputs**2, axis=-1, keepdims=True) + eps) * layer.delta_norm
+        gate = jax.nn.silu(projected[..., split:].astype(jnp.float32))
+        mixed = normed.reshape(gate.shape) * gate
+        return batch.pack(mixed.astype(dtype)), state
+
+    def _tokens(
+        self, layer: LayerWeights, mixed: Float[Array, "batch tokens channels"], gates: Array, dtype: Any
+    ) -> DeltaTokens:
+        """Return the inputs of the rule from convolved queries, keys and values, and the rates and decays of heads."""
+        assert layer.a_log is not None and layer.dt_bias is not None
+        q, k, v = jnp.split(mixed, (self.key_size, 2 * self.key_size), axis=-1)
+        q, k = (_unit(_heads(rows, self.key_heads)) for rows in (q, k))
+        rates, decays = (jnp.swapaxes(part, 1, 2) for part in jnp.split(gates, 2, axis=-1))
+        decays = jax.nn.softplus(decays + layer.dt_bias[:, None]) * -jnp.exp(layer.a_log)[:, None]
+        q, k, v = (rows.astype(dtype) for rows in (q * self.key_dim**-0.5, k, _heads(v, self.value_heads)))
+        return DeltaTokens(q, k, v, decays, jax.nn.sigmoid(rates))
+
+    def describe(self) -> dict[str, str]:
+        """Describe heads and taps; `Mixer.describe`."""
+        heads = f"{self.key_heads} key heads of {self.key_dim}, {self.value_heads} value heads of {self.value_dim}"
+        return {"gated delta net": f"{heads} channels, {self.taps} taps"}
+
+
+def _heads(rows: Float[Array, "batch tokens channels"], heads: int) -> Float[Array, "batch heads tokens dim"]:
+    return jnp.swapaxes(rows.reshape(*rows.shape[:2], heads, -1), 1, 2)
+
+
+def _unit(rows: Float[Array, "*rows dim"]) -> Float[Array, "*rows dim"]:
+    return rows * jax.lax.rsqrt(jnp.sum(rows**2, axis=-1, keepdims=True) + UNIT_EPS)

@@ -1,0 +1,1 @@
+"""Recurrent states of sequences, and the tokens that read and advance them."""

@@ -1,0 +1,146 @@
+"""The gated delta rule (arXiv:2412.06464) for trees of tokens, whose rejected ones leave no trace.
+
+A token with key k, value v, log decay g <= 0 and rate beta advances the state S [key_dim, value_dim] of a head:
+
+    S = e^g S;  u = beta (v - S^T k);  S = S + k u^T;  output S^T q
+
+A state stands at a position that is a multiple of `EVERY`. The tokens behind it have *records*: key, corrected value u
+and log decay. A token's output needs the state, the records of the committed tokens behind it, and its ancestors:
+
+    seen_i = e^(after + path_i) S^T k_i + sum over records j of e^(after_j + path_i) (k_j . k_i) u_j
+    u_i    = beta_i (v_i - seen_i - sum over ancestors j of e^(between_ij) (k_j . k_i) u_j)
+
+where path_i sums g from the root to i, after_j over the records behind j, after over all, and between_ij over the path
+behind j to i. Every exponent is a sum of numbers <= 0, none is a difference of sums, so decays near 0 lose no digits.
+So a tree is verified without writing a state, and what a commit keeps are records. `fold` moves the oldest `EVERY`
+records into the state when there are as many.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+EVERY = 32  # number of tokens after which a state advances
+
+
+class Records(NamedTuple):
+    """What is kept of tokens: keys, corrected values and log decays, of all heads."""
+
+    keys: Float[Array, "batch key_heads tokens key_dim"]
+    values: Float[Array, "batch heads tokens value_dim"]
+    decays: Float[Array, "batch heads tokens"]  # float32
+
+    def masked(self, kept: Bool[Array, "batch tokens"]) -> Records:
+        """Return the records with zeros for tokens that are not kept; such a token changes nothing."""
+        kept = kept[:, None, :]
+        keys, values = (jnp.where(kept[..., None], rows, 0) for rows in self[:2])
+        return Records(keys, values, jnp.where(kept, self.decays, 0))
+
+
+class DeltaTokens(NamedTuple):
+    """The inputs of new tokens; keys and values are rounded to the dtype of records."""
+
+    queries: Float[Array, "batch key_heads tokens key_dim"]
+    keys: Float[Array, "batch key_heads tokens key_dim"]
+    values: Float[Array, "batch heads tokens value_dim"]
+    decays: Float[Array, "batch heads tokens"]  # log decays g <= 0, float32
+    rates: Float[Array, "batch heads tokens"]  # beta, float32
+
+
+States = Float[Array, "batch heads key_dim value_dim"]
+
+
+def fold(state: States, records: Records) -> States:
+    """Return the states after the tokens of the records; records of zeros change nothing.
+
+    The order of sums does not depend on which records are zeros.
+    """
+    after, total = _behind(records.decays)
+    decayed = jnp.exp(total)[..., None, None] * state
+    keys = _each_head(records.keys, state.shape[1]) * jnp.exp(after)[..., None]
+    return decayed + _product("bhtk,bhtv->bhkv", keys, records.values)
+
+
+def verify(
+    state: States, window: Records | None, new: DeltaTokens, seen: Bool[Array, "batch tokens tokens"]
+) -> tuple[Float[Array, "batch heads tokens value_dim"], Records]:
+    """Compute the outputs of new tokens that form trees, and their records.
+
+    Args:
+        state: state of each sequence before its window.
+        window: records of the committed tokens behind the state, zeros for those that do not exist; None: none exist.
+        new: inputs of the new tokens; an ancestor has a smaller index.
+        seen: which tokens each token follows in its tree, itself included.
+
+    Returns:
+        The outputs in float32, and the records of the new tokens.
+    """
+    heads, dtype = state.shape[1], new.keys.dtype
+    keys, queries = (_each_head(rows, heads) for rows in (new.keys, new.queries))
+    path = _product("bij,bhj->bhi", seen.astype(jnp.float32), new.decays)
+    both, scales = jnp.concatenate([keys, queries], axis=2), jnp.exp(jnp.concatenate([path, path], axis=2))
+    total = 0.0
+    if window is not None:
+        after, total = _behind(window.decays)
+        total = total[..., None]
+        products = _product("bhwk,bhtk->bhtw", _each_head(window.keys, heads), both) * jnp.exp(after)[:, :, None]
+        of_window = _product("bhtw,bhwv->bhtv", products * scales[..., None], window.values)
+    of_state = jnp.exp(total) * scales
+    found = of_state[..., None] * _product("bhkv,bhtk->bhtv", state, both)
+    found = found if window is None else found + of_window
+    count = keys.shape[2]
+    found_keys, found_queries = found[:, :, :count], found[:, :, count:]
+    between = jnp.exp(_between(new.decays, seen))
+    is_before = seen & ~jnp.eye(count, dtype=bool)
+    weights = jnp.where(is_before[:, None], between * _product("bhjk,bhik->bhij", keys, keys), 0)
+    wanted = new.rates[..., None] * (new.values - found_keys)
+    values = _solve(weights * new.rates[..., None], wanted, dtype)
+    of_nodes = jnp.where(seen[:, None], between * _product("bhjk,bhik->bhij", keys, queries), 0)
+    return found_queries + _product("bhij,bhjv->bhiv", of_nodes, values), Records(new.keys, values, new.decays)
+
+
+def _solve(
+    weights: Float[Array, "batch heads tokens tokens"], wanted: Float[Array, "batch heads tokens value_dim"], dtype: str
+) -> Array:
+    """Solve (I + weights) u = wanted for strictly lower triangular weights, from the first row to the last.
+
+    Each u is rounded before a later row reads it, so that it is the same whichever round its readers are in.
+    """
+
+    def row(index: Array, values: Array) -> Array:
+        of_row = jax.lax.dynamic_index_in_dim(weights, index, axis=2)
+        before = _product("bhij,bhjv->bhiv", of_row, values)
+        solved = (jax.lax.dynamic_index_in_dim(wanted, index, axis=2) - before).astype(dtype)
+        return jax.lax.dynamic_update_index_in_dim(values, solved, index, axis=2)
+
+    if wanted.shape[2] == 1:
+        return wanted.astype(dtype)
+    return jax.lax.fori_loop(0, wanted.shape[2], row, jnp.zeros(wanted.shape, dtype))
+
+
+def _between(decays: Array, seen: Array) -> Float[Array, "batch heads tokens tokens"]:
+    """Return for each token i and its ancestor j the sum of decays on the path behind j to i; 0 for other pairs."""
+    behind = seen & ~jnp.eye(seen.shape[1], dtype=bool)  # [m, j]: m is behind j
+    counted = seen[:, :, :, None] & behind[:, None]  # [i, m, j]
+    return _product("bimj,bhm->bhij", counted.astype(jnp.float32), decays)
+
+
+def _behind(decays: Float[Array, "batch heads tokens"]) -> tuple[Array, Array]:
+    """Return the sum of decays behind each token, and that of all."""
+    summed = jnp.cumsum(decays[..., ::-1], axis=-1)[..., ::-1]
+    return jnp.pad(summed[..., 1:], ((0, 0), (0, 0), (0, 1))), summed[..., 0]
+
+
+def _each_head(rows: Float[Array, "batch key_heads tokens dim"], heads: int) -> Float[Array, "batch heads tokens dim"]:
+    """Return keys or queries of each value head; successive value heads share a key head."""
+    return jnp.repeat(rows, heads // rows.shape[1], axis=1)
+
+
+def _product(equation: str, a: Array, b: Array) -> Array:
+    """Return an einsum in float32 without rounding its operands further."""
+    a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    return jnp.einsum(equation, a, b, precision=jax.lax.Precision.HIGHEST)
