@@ -18,7 +18,7 @@ records into the state when there are as many.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -83,15 +83,12 @@ def verify(
     keys, queries = (_each_head(rows, heads) for rows in (new.keys, new.queries))
     path = _product("bij,bhj->bhi", seen.astype(jnp.float32), new.decays)
     both, scales = jnp.concatenate([keys, queries], axis=2), jnp.exp(jnp.concatenate([path, path], axis=2))
-    total = 0.0
+    found = scales[..., None] * _product("bhkv,bhtk->bhtv", state, both)
     if window is not None:
         after, total = _behind(window.decays)
-        total = total[..., None]
         products = _product("bhwk,bhtk->bhtw", _each_head(window.keys, heads), both) * jnp.exp(after)[:, :, None]
         of_window = _product("bhtw,bhwv->bhtv", products * scales[..., None], window.values)
-    of_state = jnp.exp(total) * scales
-    found = of_state[..., None] * _product("bhkv,bhtk->bhtv", state, both)
-    found = found if window is None else found + of_window
+        found = jnp.exp(total)[..., None, None] * found + of_window
     count = keys.shape[2]
     found_keys, found_queries = found[:, :, :count], found[:, :, count:]
     between = jnp.exp(_between(new.decays, seen))
@@ -104,7 +101,7 @@ def verify(
 
 
 def _solve(
-    weights: Float[Array, "batch heads tokens tokens"], wanted: Float[Array, "batch heads tokens value_dim"], dtype: str
+    weights: Float[Array, "batch heads tokens tokens"], wanted: Float[Array, "batch heads tokens value_dim"], dtype: Any
 ) -> Array:
     """Solve (I + weights) u = wanted for strictly lower triangular weights, from the first row to the last.
 

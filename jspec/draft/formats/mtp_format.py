@@ -50,7 +50,10 @@ def mtp_format(kind: str, *, norm_output: bool = True, dequantize: bool = False)
         names = {name: stored for name, stored in names.items() if _is_read(name, prefix)}
         stored = set(names.values())
         source.tensors = {name: tensor for name, tensor in source.tensors.items() if name in stored}
-        params, layer = head_params(config), {**family.layer_names(config.layers[0]), "input_norm": ("input_layernorm.weight",)}
+        params, layer = (
+            head_params(config),
+            {**family.layer_names(config.layers[0]), "input_norm": ("input_layernorm.weight",)},
+        )
         tensors = layer_tensors(params, "layers.0", prefix.removesuffix("."), layer)
         tensors |= {name: [f"{prefix}{tensor}.weight"] for name, tensor in JOINED.items()}
         return config, renamed([in_kernel_order(row, config) for row in rows(params, tensors)], names)

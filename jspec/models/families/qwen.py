@@ -63,7 +63,9 @@ class Qwen3Moe(Qwen3):
             fields.integer("num_experts_per_tok", 8),
             is_normalised=bool(fields.flag("norm_topk_prob")),
         )
-        return sparse_layers(fields, dense, Experts(fields.integer("moe_intermediate_size", 768), router, dense.activation))
+        return sparse_layers(
+            fields, dense, Experts(fields.integer("moe_intermediate_size", 768), router, dense.activation)
+        )
 
 
 def sparse_layers(fields: Fields, dense: Dense, experts: Experts) -> list[Dense | Experts]:

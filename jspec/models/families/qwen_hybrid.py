@@ -1,4 +1,4 @@
-"""The hybrid Qwen families, Qwen3-Next and Qwen 3.5 to 3.8: gated delta nets in most layers, attention in the others."""
+"""The hybrid Qwen families, Qwen3-Next and Qwen 3.5 to 3.8: gated delta nets in most layers, attention in others."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jspec.models.mixers.gqa import GQA
 from jspec.models.mixers.mixer import Mixer
 from jspec.models.mlps.mlp_config import Dense, Experts, Router
 from jspec.models.parts.rope import PLAIN, Rope
-from jspec.models.weights.weight_map import LAYER, Names, input_major
+from jspec.models.weights.weight_map import LAYER, Names
 
 LINEAR = "linear_attention"  # value of `layer_types`
 DELTA, SHARED, EXPERTS = "linear_attn", "mlp.shared_expert", "mlp.experts"
@@ -86,7 +86,7 @@ class Qwen35(Llama):
         return {"norms_in_float32": True}
 
     def layer_names(self, layer: LayerConfig) -> Names:
-        return self.names | (self.delta_names if isinstance(layer.mixer, GatedDelta) else {})
+        return {**self.names, **self.delta_names} if isinstance(layer.mixer, GatedDelta) else self.names
 
 
 @register("qwen3_5_moe_text")

@@ -76,9 +76,7 @@ class GatedDelta(Mixer):
         check_divided("linear_num_value_heads", self.value_heads, devices)
         if devices % self.key_heads:
             check_divided("linear_num_key_heads", self.key_heads, devices, "divisor or a multiple")
-        return replace(
-            self, key_heads=max(self.key_heads // devices, 1), value_heads=self.value_heads // devices
-        )
+        return replace(self, key_heads=max(self.key_heads // devices, 1), value_heads=self.value_heads // devices)
 
     def params(self, hidden: int, inputs: int, norm_dtype: str | None) -> dict[str, ParamSpec]:
         """Declare the weights; `Mixer.params`.
@@ -121,7 +119,7 @@ class GatedDelta(Mixer):
         gates = reduce_partials(batch.unpack(multiply(x, layer.gates)), jnp.float32)
         split = 2 * self.key_size + self.value_size
         mixed, inputs = convolve(state.inputs, projected[..., :split], layer.conv, batch)
-        new = self._tokens(layer, jax.nn.silu(mixed), gates, state.keys.dtype)
+        new = self._tokens(layer, jax.nn.silu(mixed), gates, state.records.keys.dtype)
         outputs, state = run_tokens(state._replace(inputs=inputs), new, batch)
         outputs = jnp.swapaxes(outputs, 1, 2)  # [batch, tokens, heads, value_dim]
         normed = outputs * jax.lax.rsqrt(jnp.mean(outputs**2, axis=-1, keepdims=True) + eps) * layer.delta_norm

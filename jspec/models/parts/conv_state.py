@@ -62,8 +62,8 @@ def convolve(
     """
     taps = weight.shape[1]
     x = x.astype(state.inputs.dtype)
-    before = _of_prompts if isinstance(batch, PromptBatch) else _of_nodes
-    earlier = before(state, x, batch, taps)  # of each token: the inputs 1, 2, ... tokens before it
+    # Of each token: the inputs 1, 2, ... tokens before it.
+    earlier = _of_prompts(state, x, batch, taps) if isinstance(batch, PromptBatch) else _of_nodes(state, x, batch, taps)
     weights = weight.astype(jnp.float32)
     total = weights[:, -1] * x
     for age, inputs in enumerate(earlier, 1):

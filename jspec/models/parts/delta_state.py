@@ -25,9 +25,7 @@ Outputs = Float[Array, "batch heads tokens value_dim"]
 
 class _Arrays(NamedTuple):
     state: Float[Array, "slots heads key_dim value_dim"]  # float32
-    keys: Float[Array, "slots key_heads rows key_dim"]
-    values: Float[Array, "slots heads rows value_dim"]
-    decays: Float[Array, "slots heads rows"]  # float32
+    records: Records  # [slots, heads, rows, ...]
     inputs: ConvState
 
 
@@ -47,27 +45,29 @@ class DeltaState(_Arrays, LayerState):
             inputs: state of the layer's convolution.
         """
         rows = -(-(EVERY - 1 + pool.round_rows) // EVERY) * EVERY
-        records = [(count, rows, dim) for count, dim in zip(heads, dims, strict=True)]
-        return cls(
-            jnp.zeros((pool.slots, heads[1], *dims), jnp.float32),
-            *(jnp.zeros((pool.slots, *shape), pool.state_dtype) for shape in records),
-            jnp.zeros((pool.slots, heads[1], rows), jnp.float32),
-            inputs,
+        keys, values = (
+            jnp.zeros((pool.slots, count, rows, dim), pool.state_dtype) for count, dim in zip(heads, dims, strict=True)
         )
-
-    @property
-    def rows(self) -> int:
-        """Number of rows of records."""
-        return self.decays.shape[2]
+        records = Records(keys, values, jnp.zeros((pool.slots, heads[1], rows), jnp.float32))
+        return cls(jnp.zeros((pool.slots, heads[1], *dims), jnp.float32), records, inputs)
 
     @property
     def slots(self) -> int:
         """Number of slots."""
         return self.state.shape[0]
 
-    def specs(self, axis: str) -> DeltaState:  # type: ignore[override]
+    @property
+    def rows(self) -> int:
+        """Number of rows of records."""
+        return self.records.decays.shape[2]
+
+    def specs(self, axis: str) -> Any:
         """Divide the heads; `LayerState.specs`."""
-        return DeltaState(*(P(None, axis),) * 4, self.inputs.specs(axis))  # type: ignore[arg-type]
+        return type(self)(P(None, axis), P(None, axis), self.inputs.specs(axis))  # type: ignore[arg-type]
+
+    def states(self, slots: Int[Array, "batch"]) -> Float[Array, "batch heads key_dim value_dim"]:
+        """Return the states of some slots; zeros for one that does not exist."""
+        return self.state.at[slots].get(mode="fill", fill_value=0)
 
     def window(self, slots: Int[Array, "batch"], lengths: Int[Array, "batch"]) -> Records:
         """Return the records of the committed tokens behind the states of some slots, and zeros for other rows."""
@@ -76,45 +76,41 @@ class DeltaState(_Arrays, LayerState):
 
     def _at(self, slots: Int[Array, "batch"], position: Int[Array, "batch tokens"]) -> Records:
         place = slots[:, None], slice(None), position % self.rows
-        of_rows = [rows.at[place].get(mode="fill", fill_value=0) for rows in (self.keys, self.values, self.decays)]
-        return Records(*(jnp.swapaxes(rows, 1, 2) for rows in of_rows))
+        return Records(*(jnp.swapaxes(rows.at[place].get(mode="fill", fill_value=0), 1, 2) for rows in self.records))
 
     def written(self, slots: Int[Array, "batch tokens"], position: Int[Array, "batch tokens"], new: Records) -> Self:
         """Return the state with the records of new tokens; those of slots that do not exist are dropped."""
-        place = slots, slice(None), position % self.rows
-        old = self.keys, self.values, self.decays
-        rows = [a.at[place].set(jnp.swapaxes(b, 1, 2), mode="drop") for a, b in zip(old, new, strict=True)]
-        return self._replace(**dict(zip(Records._fields, rows, strict=True)))
+        place, both = (slots, slice(None), position % self.rows), zip(self.records, new, strict=True)
+        return self._replace(
+            records=Records(*(old.at[place].set(jnp.swapaxes(rows, 1, 2), mode="drop") for old, rows in both))
+        )
 
     @classmethod
     def commit(cls, states: Sequence[Self], view: SlotView, path: AcceptedPath) -> list[Self]:
         """Move the records of an accepted path, and fold as many as have become complete; `LayerState.commit`."""
         inputs = ConvState.commit([state.inputs for state in states], view, path)
         return [
-            state._moved(view, path)._folded(view, path.counts, path.longest)._replace(inputs=of_layer)
+            state._moved(view, path)._folded(view, path)._replace(inputs=of_layer)
             for state, of_layer in zip(states, inputs, strict=True)
         ]
 
     def _moved(self, view: SlotView, path: AcceptedPath) -> Self:
-        keys, values, decays = (
-            move_slot_rows(rows, view, path, axis=2) for rows in (self.keys, self.values, self.decays)
-        )
-        return self._replace(keys=keys, values=values, decays=decays)
+        return self._replace(records=Records(*(move_slot_rows(rows, view, path, axis=2) for rows in self.records)))
 
-    def _folded(self, view: SlotView, counts: Int[Array, "batch"], longest: int) -> Self:
+    def _folded(self, view: SlotView, path: AcceptedPath) -> Self:
         """Fold the blocks of `EVERY` records that new tokens complete; a round may complete several."""
-        state, first = self.state, view.lengths // EVERY
-        for index in range((EVERY - 1 + longest) // EVERY):
-            is_complete = (view.lengths + counts) // EVERY > first + index
+        folded = self
+        for index in range((EVERY - 1 + path.longest) // EVERY):
+            first = (view.lengths // EVERY + index) * EVERY
+            slots = jnp.where(first + EVERY <= view.lengths + path.counts, view.slots, self.slots)
+            folded = jax.lax.cond(jnp.any(slots < self.slots), _advanced, lambda *same: same[0], folded, slots, first)
+        return folded
 
-            def advance(state: Array, index: int = index, is_complete: Array = is_complete) -> Array:
-                block = self._at(view.slots, ((first + index) * EVERY)[:, None] + jnp.arange(EVERY))
-                old = state.at[view.slots].get(mode="fill", fill_value=0)
-                slots = jnp.where(is_complete, view.slots, self.slots)
-                return state.at[slots].set(fold(old, block), mode="drop")
 
-            state = jax.lax.cond(jnp.any(is_complete), advance, lambda state: state, state)
-        return self._replace(state=state)
+def _advanced(state: DeltaState, slots: Int[Array, "batch"], first: Int[Array, "batch"]) -> DeltaState:
+    """Fold the records of `EVERY` tokens from position ``first`` on; slots that do not exist are dropped."""
+    block = state._at(slots, first[:, None] + jnp.arange(EVERY))
+    return state._replace(state=state.state.at[slots].set(fold(state.states(slots), block), mode="drop"))
 
 
 def run_tokens(state: DeltaState, new: DeltaTokens, batch: TokenBatch) -> tuple[Outputs, DeltaState]:
@@ -131,8 +127,9 @@ def run_tokens(state: DeltaState, new: DeltaTokens, batch: TokenBatch) -> tuple[
     if isinstance(batch, PromptBatch):
         return _run_prompts(state, new, batch)
     assert batch.slots is not None, "rounds have slots"
-    old = state.state.at[batch.slots].get(mode="fill", fill_value=0)
-    outputs, records = verify(old, state.window(batch.slots, batch.first_row), new, ancestor_mask(batch))
+    outputs, records = verify(
+        state.states(batch.slots), state.window(batch.slots, batch.first_row), new, ancestor_mask(batch)
+    )
     slots = jnp.where(batch.valid, batch.slots[:, None], state.slots)
     position = batch.first_row[:, None] + jnp.arange(batch.tokens.shape[1])
     return outputs, state.written(slots, position, records)
@@ -147,14 +144,14 @@ def _run_prompts(state: DeltaState, new: DeltaTokens, batch: PromptBatch) -> tup
     if batch.slots is None:
         begin = kept = jnp.zeros((1, *state.state.shape[1:]), jnp.float32)
     else:
-        kept = jnp.where(is_new, 0, state.state.at[batch.slots].get(mode="fill", fill_value=0))
+        kept = jnp.where(is_new, 0, state.states(batch.slots))
         begin = jnp.where(is_new, 0, fold(kept, state.window(batch.slots, batch.starts)))
     causal = jnp.tri(tokens, dtype=bool)[None]
 
-    def block(carry: tuple[Array, Array], inputs: tuple[Array, ...]) -> tuple[tuple[Array, Array], Any]:
+    def block(carry: tuple[Array, Array], inputs: Any) -> tuple[tuple[Array, Array], Any]:
         current, kept = carry
-        of_block, piece, is_first, first, end = inputs
-        of_block = DeltaTokens(*(rows[None] for rows in of_block))
+        rows, piece, is_first, first, end = inputs
+        of_block = DeltaTokens(*(values[None] for values in rows))
         current = jnp.where(is_first, begin.at[piece].get(mode="clip"), current)
         outputs, records = verify(current[None], None, of_block, causal)
         position = first + jnp.arange(tokens)
@@ -162,7 +159,7 @@ def _run_prompts(state: DeltaState, new: DeltaTokens, batch: PromptBatch) -> tup
         until = fold(current[None], records.masked(is_before))  # the state at the last multiple of `EVERY`
         kept = kept.at[jnp.where(first < end, piece, len(kept))].set(until[0], mode="drop")
         current = fold(until, records.masked(~is_before))[0]
-        return (current, kept), (outputs[0], Records(*(rows[0] for rows in records)))
+        return (current, kept), (outputs[0], Records(*(values[0] for values in records)))
 
     inputs = new, batch.piece, batch.is_first, batch.first_row, whole
     start = jnp.zeros(state.state.shape[1:], jnp.float32), kept
@@ -178,8 +175,8 @@ def _kept_of_prompts(
     """Enter the states at the ends of pieces, and the records of the tokens behind them."""
     assert batch.slots is not None
     fresh = jnp.where(batch.starts == 0, batch.slots, state.slots)  # a new request sees no row of an earlier one
-    cleared = {name: getattr(state, name).at[fresh].set(0, mode="drop") for name in Records._fields}
-    state = state._replace(state=state.state.at[batch.slots].set(kept, mode="drop"), **cleared)
+    cleared = Records(*(rows.at[fresh].set(0, mode="drop") for rows in state.records))
+    state = state._replace(state=state.state.at[batch.slots].set(kept, mode="drop"), records=cleared)
     slots = jnp.where(is_kept, batch.of_piece(batch.slots, state.slots)[:, None], state.slots)
     return state.written(slots, batch.positions, records)
 

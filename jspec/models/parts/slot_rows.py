@@ -9,7 +9,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jspec.core.records import AcceptedPath, AncestorMask, PromptBatch, SlotView, TokenBatch
+from jspec.core.records import AcceptedPath, PromptBatch, SlotView, TokenBatch
 from pallas_kernels.attention.ancestor_bits import WORD
 
 
@@ -35,8 +35,8 @@ def move_slot_rows(
     return jnp.moveaxis(by_row.at[target].set(moved, mode="drop"), 1, axis)
 
 
-def ancestor_mask(batch: TokenBatch) -> AncestorMask:
-    """Return which tokens of its own sequence a token follows, itself included, [batch, tokens, tokens]."""
+def ancestor_mask(batch: TokenBatch) -> Bool[Array, "batch tokens tokens"]:
+    """Return which tokens of its sequence each token follows, itself included."""
     count = batch.tokens.shape[1]
     if batch.bits is not None:
         bit = jnp.arange(count, dtype=jnp.uint32)
