@@ -18,55 +18,41 @@ records into the state when there are as many.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from pallas_kernels.recurrent.gated_delta_in_order import fold_in_order, verify_in_order
+from pallas_kernels.recurrent.records import DeltaTokens, Records, States, each_head
+
 EVERY = 32  # number of tokens after which a state advances
 
 
-class Records(NamedTuple):
-    """What is kept of tokens: keys, corrected values and log decays, of all heads."""
-
-    keys: Float[Array, "batch key_heads tokens key_dim"]
-    values: Float[Array, "batch heads tokens value_dim"]
-    decays: Float[Array, "batch heads tokens"]  # float32
-
-    def masked(self, kept: Bool[Array, "batch tokens"]) -> Records:
-        """Return the records with zeros for tokens that are not kept; such a token changes nothing."""
-        kept = kept[:, None, :]
-        keys, values = (jnp.where(kept[..., None], rows, 0) for rows in self[:2])
-        return Records(keys, values, jnp.where(kept, self.decays, 0))
-
-
-class DeltaTokens(NamedTuple):
-    """The inputs of new tokens; keys and values are rounded to the dtype of records."""
-
-    queries: Float[Array, "batch key_heads tokens key_dim"]
-    keys: Float[Array, "batch key_heads tokens key_dim"]
-    values: Float[Array, "batch heads tokens value_dim"]
-    decays: Float[Array, "batch heads tokens"]  # log decays g <= 0, float32
-    rates: Float[Array, "batch heads tokens"]  # beta, float32
-
-
-States = Float[Array, "batch heads key_dim value_dim"]
-
-
-def fold(state: States, records: Records) -> States:
+def fold(state: States, records: Records, *, deterministic: bool = False) -> States:
     """Return the states after the tokens of the records; records of zeros change nothing.
 
-    The order of sums does not depend on which records are zeros.
+    Args:
+        state: state of each sequence before the tokens.
+        records: the tokens.
+        deterministic: advance token after token.
     """
+    if deterministic:
+        return fold_in_order(state, records)
     after, total = _behind(records.decays)
     decayed = jnp.exp(total)[..., None, None] * state
-    keys = _each_head(records.keys, state.shape[1]) * jnp.exp(after)[..., None]
+    keys = each_head(records.keys, state.shape[1]) * jnp.exp(after)[..., None]
     return decayed + _product("bhtk,bhtv->bhkv", keys, records.values)
 
 
 def verify(
-    state: States, window: Records | None, new: DeltaTokens, seen: Bool[Array, "batch tokens tokens"]
+    state: States,
+    window: Records | None,
+    new: DeltaTokens,
+    seen: Bool[Array, "batch tokens tokens"],
+    *,
+    deterministic: bool = False,
 ) -> tuple[Float[Array, "batch heads tokens value_dim"], Records]:
     """Compute the outputs of new tokens that form trees, and their records.
 
@@ -75,18 +61,21 @@ def verify(
         window: records of the committed tokens behind the state, zeros for those that do not exist; None: none exist.
         new: inputs of the new tokens; an ancestor has a smaller index.
         seen: which tokens each token follows in its tree, itself included.
+        deterministic: compute token after token, so that bits depend neither on the window nor on the tree.
 
     Returns:
         The outputs in float32, and the records of the new tokens.
     """
+    if deterministic:
+        return verify_in_order(state, window, new, seen)
     heads, dtype = state.shape[1], new.keys.dtype
-    keys, queries = (_each_head(rows, heads) for rows in (new.keys, new.queries))
+    keys, queries = (each_head(rows, heads) for rows in (new.keys, new.queries))
     path = _product("bij,bhj->bhi", seen.astype(jnp.float32), new.decays)
     both, scales = jnp.concatenate([keys, queries], axis=2), jnp.exp(jnp.concatenate([path, path], axis=2))
     found = scales[..., None] * _product("bhkv,bhtk->bhtv", state, both)
     if window is not None:
         after, total = _behind(window.decays)
-        products = _product("bhwk,bhtk->bhtw", _each_head(window.keys, heads), both) * jnp.exp(after)[:, :, None]
+        products = _product("bhwk,bhtk->bhtw", each_head(window.keys, heads), both) * jnp.exp(after)[:, :, None]
         of_window = _product("bhtw,bhwv->bhtv", products * scales[..., None], window.values)
         found = jnp.exp(total)[..., None, None] * found + of_window
     count = keys.shape[2]
@@ -130,11 +119,6 @@ def _behind(decays: Float[Array, "batch heads tokens"]) -> tuple[Array, Array]:
     """Return the sum of decays behind each token, and that of all."""
     summed = jnp.cumsum(decays[..., ::-1], axis=-1)[..., ::-1]
     return jnp.pad(summed[..., 1:], ((0, 0), (0, 0), (0, 1))), summed[..., 0]
-
-
-def _each_head(rows: Float[Array, "batch key_heads tokens dim"], heads: int) -> Float[Array, "batch heads tokens dim"]:
-    """Return keys or queries of each value head; successive value heads share a key head."""
-    return jnp.repeat(rows, heads // rows.shape[1], axis=1)
 
 
 def _product(equation: str, a: Array, b: Array) -> Array:

@@ -19,11 +19,11 @@ from jspec.models.parts.conv_state import ConvState, convolve
 from jspec.models.parts.delta_state import DeltaState, run_tokens
 from jspec.models.parts.kv_pool import PoolShape, check_size
 from jspec.models.parts.layer_weights import LayerWeights
-from jspec.models.parts.layers import product
+from jspec.models.parts.layers import product, small_product
 from jspec.models.parts.param_spec import ParamSpec, norm
 from pallas_kernels.layers.partial_sums import reduce_partials
-from pallas_kernels.layers.weights import Inputs
-from pallas_kernels.recurrent.gated_delta import DeltaTokens
+from pallas_kernels.layers.weights import Inputs, QuantizedActivation
+from pallas_kernels.recurrent.records import DeltaTokens
 
 UNIT_EPS = 1e-6  # added to the sum of squares of a key or a query before its root divides them
 
@@ -114,9 +114,9 @@ class GatedDelta(Mixer):
     ) -> tuple[Any, DeltaState]:
         """Project, convolve, apply the rule, and norm and gate its outputs; `Mixer.mix`."""
         assert layer.gates is not None and layer.conv is not None and layer.delta_norm is not None
-        multiply = product(batch.numerics)
-        projected = reduce_partials(batch.unpack(multiply(x, layer.qkv)), dtype)
-        gates = reduce_partials(batch.unpack(multiply(x, layer.gates)), jnp.float32)
+        assert not isinstance(x, QuantizedActivation)
+        projected = reduce_partials(batch.unpack(product(batch.numerics)(x, layer.qkv)), dtype)
+        gates = batch.unpack(small_product(x, layer.gates, batch.numerics)[None])[0]
         split = 2 * self.key_size + self.value_size
         mixed, inputs = convolve(state.inputs, projected[..., :split], layer.conv, batch)
         new = self._tokens(layer, jax.nn.silu(mixed), gates, state.records.keys.dtype)

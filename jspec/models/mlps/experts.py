@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jspec.core.numerics import Numerics
 from jspec.models.mlps.mlp_config import Experts, Router
 from jspec.models.mlps.shared_expert import dense_weights, is_joined
 from jspec.models.parts.layer_weights import LayerWeights
-from jspec.models.parts.layers import mlp
-from pallas_kernels.layers.dense.deterministic_matmul import ROWS, deterministic_matmul
+from jspec.models.parts.layers import mlp, small_product
 from pallas_kernels.layers.dense.plain_product import plain_product
 from pallas_kernels.layers.experts.expert_matmul import Gate
 from pallas_kernels.layers.experts.expert_mlp import ExpertMlp, expert_mlp
@@ -82,7 +80,7 @@ def shared_sums(x: Array, layer: LayerWeights, config: Experts, numerics: Numeri
     sums = with_scales(mlp(x, layer.gate_up, down, numerics, activation=config.activation))
     if layer.shared_gate is None:
         return sums
-    return sums * jax.nn.sigmoid(_logits(x, layer.shared_gate, numerics))
+    return sums * jax.nn.sigmoid(small_product(x, layer.shared_gate, numerics))
 
 
 def among_experts(layer: LayerWeights, config: Experts, rows: int, *, deterministic: bool) -> int:
@@ -107,19 +105,6 @@ def choose_experts(
     """Return the experts that each row uses and their weights, as `route` does."""
     weight = layer.router
     assert weight is not None
-    logits = _logits(flat, weight, numerics)
+    logits = small_product(flat, weight, numerics)
     biases = {"bias": layer.router_bias, "correction": layer.router_correction}
     return route(logits, router, used=used, shared=shared, **biases, **numerics.options)
-
-
-def _logits(
-    x: Float[Array, "*rows hidden"], weight: Float[Array, "out hidden"], numerics: Numerics
-) -> Float[Array, "*rows out"]:
-    """Return products with a small weight in float32."""
-    x = x.astype(weight.dtype)
-    if numerics.deterministic:
-        padded = jnp.pad(weight, ((0, -len(weight) % ROWS), (0, 0)))
-        (logits,) = deterministic_matmul(x, padded, jnp.float32, is_whole=True, implementation=numerics.implementation)
-        return logits[..., : len(weight)]
-    exact = {"preferred_element_type": jnp.float32, "precision": jax.lax.Precision.HIGHEST}
-    return jnp.einsum("...k,nk->...n", x, weight, **exact)

@@ -7,6 +7,7 @@ A slot of n committed tokens has the state after its first ``n - n % EVERY`` tok
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -18,7 +19,8 @@ from jspec.core.records import AcceptedPath, LayerState, PromptBatch, SlotView, 
 from jspec.models.parts.conv_state import ConvState
 from jspec.models.parts.kv_pool import PoolShape
 from jspec.models.parts.slot_rows import ancestor_mask, is_token, move_slot_rows
-from pallas_kernels.recurrent.gated_delta import EVERY, DeltaTokens, Records, fold, verify
+from pallas_kernels.recurrent.gated_delta import EVERY, fold, verify
+from pallas_kernels.recurrent.records import DeltaTokens, Records
 
 Outputs = Float[Array, "batch heads tokens value_dim"]
 
@@ -103,14 +105,18 @@ class DeltaState(_Arrays, LayerState):
         for index in range((EVERY - 1 + path.longest) // EVERY):
             first = (view.lengths // EVERY + index) * EVERY
             slots = jnp.where(first + EVERY <= view.lengths + path.counts, view.slots, self.slots)
-            folded = jax.lax.cond(jnp.any(slots < self.slots), _advanced, lambda *same: same[0], folded, slots, first)
+            advance = partial(_advanced, deterministic=view.deterministic)
+            folded = jax.lax.cond(jnp.any(slots < self.slots), advance, lambda *same: same[0], folded, slots, first)
         return folded
 
 
-def _advanced(state: DeltaState, slots: Int[Array, "batch"], first: Int[Array, "batch"]) -> DeltaState:
+def _advanced(
+    state: DeltaState, slots: Int[Array, "batch"], first: Int[Array, "batch"], *, deterministic: bool
+) -> DeltaState:
     """Fold the records of `EVERY` tokens from position ``first`` on; slots that do not exist are dropped."""
     block = state._at(slots, first[:, None] + jnp.arange(EVERY))
-    return state._replace(state=state.state.at[slots].set(fold(state.states(slots), block), mode="drop"))
+    folded = fold(state.states(slots), block, deterministic=deterministic)
+    return state._replace(state=state.state.at[slots].set(folded, mode="drop"))
 
 
 def run_tokens(state: DeltaState, new: DeltaTokens, batch: TokenBatch) -> tuple[Outputs, DeltaState]:
@@ -137,7 +143,7 @@ def run_tokens(state: DeltaState, new: DeltaTokens, batch: TokenBatch) -> tuple[
 
 def _run_prompts(state: DeltaState, new: DeltaTokens, batch: PromptBatch) -> tuple[Outputs, DeltaState]:
     """Run the blocks of all pieces one after another; the first block of a piece takes the state of its slot."""
-    tokens = batch.tokens.shape[1]
+    tokens, advance = batch.tokens.shape[1], partial(fold, deterministic=batch.deterministic)
     is_used, whole = is_token(batch), batch.of_piece(batch.ends) // EVERY * EVERY
     new = DeltaTokens(*(_where(is_used, rows) for rows in new))
     is_new = (batch.starts == 0)[:, None, None, None]
@@ -145,7 +151,7 @@ def _run_prompts(state: DeltaState, new: DeltaTokens, batch: PromptBatch) -> tup
         begin = kept = jnp.zeros((1, *state.state.shape[1:]), jnp.float32)
     else:
         kept = jnp.where(is_new, 0, state.states(batch.slots))
-        begin = jnp.where(is_new, 0, fold(kept, state.window(batch.slots, batch.starts)))
+        begin = jnp.where(is_new, 0, advance(kept, state.window(batch.slots, batch.starts)))
     causal = jnp.tri(tokens, dtype=bool)[None]
 
     def block(carry: tuple[Array, Array], inputs: Any) -> tuple[tuple[Array, Array], Any]:
@@ -153,12 +159,12 @@ def _run_prompts(state: DeltaState, new: DeltaTokens, batch: PromptBatch) -> tup
         rows, piece, is_first, first, end = inputs
         of_block = DeltaTokens(*(values[None] for values in rows))
         current = jnp.where(is_first, begin.at[piece].get(mode="clip"), current)
-        outputs, records = verify(current[None], None, of_block, causal)
+        outputs, records = verify(current[None], None, of_block, causal, deterministic=batch.deterministic)
         position = first + jnp.arange(tokens)
         is_before = (position < end)[None]
-        until = fold(current[None], records.masked(is_before))  # the state at the last multiple of `EVERY`
+        until = advance(current[None], records.masked(is_before))  # the state at the last multiple of `EVERY`
         kept = kept.at[jnp.where(first < end, piece, len(kept))].set(until[0], mode="drop")
-        current = fold(until, records.masked(~is_before))[0]
+        current = advance(until, records.masked(~is_before))[0]
         return (current, kept), (outputs[0], Records(*(values[0] for values in records)))
 
     inputs = new, batch.piece, batch.is_first, batch.first_row, whole

@@ -6,11 +6,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jspec.core.numerics import AUTO, Numerics
-from pallas_kernels.layers.dense.deterministic_matmul import deterministic_matmul
+from pallas_kernels.layers.dense.deterministic_matmul import ROWS, deterministic_matmul
 from pallas_kernels.layers.dense.gated_kernel import has_few_rows
 from pallas_kernels.layers.gated_matmul import gated_matmul, tiles_for
 from pallas_kernels.layers.partial_sums import PartialSums, reduce_partials
@@ -97,3 +98,16 @@ def product(numerics: Numerics) -> Any:
     """
     multiply = deterministic_matmul if numerics.deterministic else split_matmul
     return partial(multiply, implementation=numerics.implementation)
+
+
+def small_product(
+    x: Float[Array, "*rows hidden"], weight: Float[Array, "out hidden"], numerics: Numerics
+) -> Float[Array, "*rows out"]:
+    """Return products with a small weight in float32."""
+    x = x.astype(weight.dtype)
+    if numerics.deterministic:
+        padded = jnp.pad(weight, ((0, -len(weight) % ROWS), (0, 0)))
+        (logits,) = deterministic_matmul(x, padded, jnp.float32, is_whole=True, implementation=numerics.implementation)
+        return logits[..., : len(weight)]
+    exact = {"preferred_element_type": jnp.float32, "precision": jax.lax.Precision.HIGHEST}
+    return jnp.einsum("...k,nk->...n", x, weight, **exact)
