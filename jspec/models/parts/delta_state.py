@@ -133,9 +133,8 @@ def run_tokens(state: DeltaState, new: DeltaTokens, batch: TokenBatch) -> tuple[
     if isinstance(batch, PromptBatch):
         return _run_prompts(state, new, batch)
     assert batch.slots is not None, "rounds have slots"
-    outputs, records = verify(
-        state.states(batch.slots), state.window(batch.slots, batch.first_row), new, ancestor_mask(batch)
-    )
+    before = state.states(batch.slots), state.window(batch.slots, batch.first_row)
+    outputs, records = verify(*before, new, ancestor_mask(batch), deterministic=batch.deterministic)
     slots = jnp.where(batch.valid, batch.slots[:, None], state.slots)
     position = batch.first_row[:, None] + jnp.arange(batch.tokens.shape[1])
     return outputs, state.written(slots, position, records)
@@ -180,9 +179,7 @@ def _kept_of_prompts(
 ) -> DeltaState:
     """Enter the states at the ends of pieces, and the records of the tokens behind them."""
     assert batch.slots is not None
-    fresh = jnp.where(batch.starts == 0, batch.slots, state.slots)  # a new request sees no row of an earlier one
-    cleared = Records(*(rows.at[fresh].set(0, mode="drop") for rows in state.records))
-    state = state._replace(state=state.state.at[batch.slots].set(kept, mode="drop"), records=cleared)
+    state = state._replace(state=state.state.at[batch.slots].set(kept, mode="drop"))
     slots = jnp.where(is_kept, batch.of_piece(batch.slots, state.slots)[:, None], state.slots)
     return state.written(slots, batch.positions, records)
 

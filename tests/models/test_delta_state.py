@@ -1,0 +1,262 @@
+"""Test the gated delta rule over rounds of drafts against its recurrence in float64; broken states must differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec.core.ancestors import ancestors, depths
+from jspec.core.numerics import Numerics
+from jspec.core.records import PromptBatch, SlotView, TokenBatch, Verdict
+from jspec.core.tree import Tree
+from jspec.models.kv_cache import commit
+from jspec.models.parts.conv_state import ConvState
+from jspec.models.parts.delta_state import DeltaState, run_tokens
+from jspec.models.parts.kv_pool import PoolShape
+from pallas_kernels.attention.ancestor_bits import ancestor_bits
+from pallas_kernels.recurrent.gated_delta import EVERY
+from pallas_kernels.recurrent.records import DeltaTokens
+from tests.support.arrays import on_device
+from tests.support.views import view_of_rows
+
+KEY_HEADS, HEADS, DIM, SLOTS = 1, 2, 8, 3
+TOLERANCE = 5e-6  # largest error in float32 was 7e-7
+LEAST = 1e-3  # a broken state moves some output by more
+CHAIN, TREE = Tree.chain(4), Tree.topk(7, 3, 2)
+PARENTS = {"chain": [-1, 0, 1, 2, 3], "tree": [-1, 0, 0, 1, 1, 2, 3]}
+TEXTS: dict[str, Callable[[np.random.Generator], dict[str, Any]]] = {
+    "usual": lambda rng: {},
+    "decay near 1": lambda rng: {"decay": -1e-4},
+    "decays near 0": lambda rng: {"decay": -rng.uniform(0, 320) if rng.random() < 0.1 else -rng.uniform(0, 50)},
+    "equal keys": lambda rng: {"decay": 0.0, "rate": 1.0, "key": np.eye(DIM)[0]},
+    "rates 0 or 1": lambda rng: {"rate": float(rng.integers(2))},
+}
+
+
+def token(rng: np.random.Generator, text: str) -> dict[str, np.ndarray]:
+    """Draw the inputs of one token, for all heads."""
+    made = TEXTS[text](rng)
+    keys = np.broadcast_to(made["key"], (KEY_HEADS, DIM)) if "key" in made else rng.standard_normal((KEY_HEADS, DIM))
+    queries = rng.standard_normal((KEY_HEADS, DIM))
+    keys, queries = (rows / np.linalg.norm(rows, axis=-1, keepdims=True) for rows in (keys, queries))
+    return {
+        "queries": queries.astype(np.float32),
+        "keys": keys.astype(np.float32),
+        "values": rng.standard_normal((HEADS, DIM)).astype(np.float32),
+        "decays": np.full(HEADS, made.get("decay", -rng.exponential(0.1)), np.float32),
+        "rates": np.full(HEADS, made.get("rate", rng.random()), np.float32),
+    }
+
+
+def advanced(state: np.ndarray, of: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Return state and output of the heads after a token, by the recurrence."""
+    keys, queries = (np.repeat(of[name].astype(float), HEADS // KEY_HEADS, axis=0) for name in ("keys", "queries"))
+    state = state * np.exp(of["decays"].astype(float))[:, None, None]
+    values = of["rates"].astype(float)[:, None] * (of["values"] - np.einsum("hkv,hk->hv", state, keys))
+    state = state + keys[:, :, None] * values[:, None]
+    return state, np.einsum("hkv,hk->hv", state, queries)
+
+
+def stacked(tokens: list[list[dict[str, np.ndarray]]]) -> DeltaTokens:
+    """Return the inputs of several rows of tokens, [batch, heads, tokens, ...]."""
+    fields = [np.stack([[of[name] for of in row] for row in tokens]) for name in DeltaTokens._fields]
+    return DeltaTokens(*(on_device(np.swapaxes(field, 1, 2)) for field in fields))
+
+
+@cache
+def steps(tree: Tree) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return the compiled run of some tokens, and the commit of a round."""
+
+    @jax.jit
+    def verify(state: DeltaState, new: DeltaTokens, batch: TokenBatch) -> Any:
+        return run_tokens(state, new, batch)
+
+    @jax.jit
+    def accept(state: DeltaState, view: SlotView, verdict: Verdict) -> DeltaState:
+        return commit([state], tree, view, verdict)[0]
+
+    return verify, accept
+
+
+class Rounds:
+    """Random texts in slots, whose states are compared with the recurrence at every node."""
+
+    def __init__(self, name: str, text: str, *, deterministic: bool = False, seed: int = 0) -> None:
+        self.rng, self.text = np.random.default_rng(seed), text
+        self.tree, self.parents = (CHAIN, PARENTS["chain"]) if name == "chain" else (TREE, PARENTS["tree"])
+        self.nodes = len(self.parents)
+        pool = PoolShape(SLOTS, 2, 16, 512, "float32", "float32", round_rows=self.nodes)
+        inputs = ConvState.zeros(pool, 1, 2)
+        state = DeltaState.zeros(pool, (KEY_HEADS, HEADS), (DIM, DIM), inputs)
+        self.state = jax.tree.map(lambda rows: jnp.full_like(rows, np.nan), state)  # of requests before
+        self.numerics = Numerics("reference", deterministic)
+        self.run, self.accept = steps(self.tree)
+        self.committed: list[list[dict[str, np.ndarray]]] = [[] for _ in range(SLOTS)]
+        self.outputs: list[np.ndarray] = []
+        self.error = 0.0
+
+    def expected(self, tokens: list[dict[str, np.ndarray]]) -> tuple[np.ndarray, list[np.ndarray]]:
+        state, outputs = np.zeros((HEADS, DIM, DIM)), []
+        for of in tokens:
+            state, output = advanced(state, of)
+            outputs.append(output)
+        return state, outputs
+
+    def compare(self, found: Any, wanted: Any) -> None:
+        error = np.abs(np.asarray(found, np.float64) - wanted).max()
+        self.error = max(self.error, error if np.isfinite(error) else np.inf)
+
+    def drawn(self, count: int) -> list[dict[str, np.ndarray]]:
+        return [token(self.rng, self.text) for _ in range(count)]
+
+    def prompt(self, slot: int, pieces: list[int], text: list[dict[str, np.ndarray]] | None = None) -> None:
+        """Run a prompt in pieces of some lengths, a random one or the beginning of a text."""
+        self.committed[slot], self.outputs = [], []
+        text = self.drawn(sum(pieces)) if text is None else text
+        for count in pieces:
+            start = len(self.committed[slot])
+            new = text[start : start + count]
+            size = -(-count // 16) * 16
+            padding = self.drawn(size - count)
+            blocks = np.arange(size).reshape(-1, 16)
+            batch = PromptBatch(
+                tokens=on_device(blocks),
+                positions=on_device(start + blocks),
+                valid=on_device(blocks < count),
+                first_row=on_device(start + blocks[:, 0]),
+                page_table=jnp.zeros((len(blocks), 1), jnp.int32),
+                bits=None,
+                numerics=self.numerics,
+                slots=on_device(np.array([slot])),
+                piece=jnp.zeros(len(blocks), jnp.int32),
+                starts=on_device(np.array([start])),
+                ends=on_device(np.array([start + count])),
+                newest=on_device(np.array([count - 1])),
+            )
+            every = (new + padding)[:size]
+            rows = stacked([every[first : first + 16] for first in range(0, size, 16)])
+            outputs, self.state = self.run(self.state, rows, batch)
+            self.committed[slot] += new
+            flat = np.swapaxes(np.asarray(outputs), 1, 2).reshape(size, HEADS, DIM)
+            self.outputs += list(flat[:count])
+            self.compare(flat[:count], np.stack(self.expected(self.committed[slot])[1][start:]))
+
+    def follow(self, slot: int, text: list[dict[str, np.ndarray]]) -> None:
+        """Run a round whose first path has the next tokens of a text, and commit some of them."""
+        nodes, start = self.path(self.nodes - 1), len(self.committed[slot])
+        draft = self.drawn(self.nodes)
+        for depth, node in enumerate(nodes):
+            draft[node] = text[start + depth]
+        taken = nodes[: self.rng.integers(1, len(nodes) + 1)]
+        self.outputs += list(self.round([slot], [draft], [taken])[0][taken])
+
+    def round(
+        self,
+        slots: list[int],
+        drafts: list[list[dict[str, np.ndarray]]] | None = None,
+        chosen: list[list[int]] | None = None,
+        *,
+        change: Callable[[TokenBatch], TokenBatch] = lambda batch: batch,
+    ) -> np.ndarray:
+        """Verify drafts of some slots, commit paths of them, and return all outputs; drafts and paths may be random."""
+        drafts = [self.drawn(self.nodes) for _ in slots] if drafts is None else drafts
+        parents = np.broadcast_to(np.array(self.parents, np.int32), (len(slots), self.nodes))
+        lengths = on_device(np.array([len(self.committed[slot]) for slot in slots], np.int32))
+        index = on_device(np.array(slots, np.int32))
+        batch = TokenBatch(
+            tokens=jnp.zeros(parents.shape, jnp.int32),
+            positions=lengths[:, None] + depths(ancestors(parents)),
+            valid=jnp.ones(parents.shape, bool),
+            first_row=lengths,
+            page_table=jnp.zeros((len(slots), 1), jnp.int32),
+            bits=None if self.tree.is_chain else ancestor_bits(parents),
+            numerics=self.numerics,
+            slots=index,
+        )
+        outputs, self.state = self.run(self.state, stacked(drafts), change(batch))
+        paths = [self.path(node) for node in range(self.nodes)]
+        for row, slot in enumerate(slots):
+            for node, path in enumerate(paths):
+                wanted = self.expected(self.committed[slot] + [drafts[row][at] for at in path])[1][-1]
+                self.compare(outputs[row, :, node], wanted)
+        chosen = [paths[self.rng.integers(self.nodes)] for _ in slots] if chosen is None else chosen
+        counts = np.array([len(path) for path in chosen], np.int32)
+        longest = self.tree.depth + 1
+        path = np.array([path + [-1] * (longest - len(path)) for path in chosen], np.int32)
+        verdict = Verdict(counts - 1, on_device(path), on_device(path), on_device(counts), on_device(counts < 0))
+        view = replace(view_of_rows([0] * len(slots)), slots=index, lengths=lengths, numerics=self.numerics)
+        self.state = self.accept(self.state, view, verdict)
+        for row, slot in enumerate(slots):
+            self.committed[slot] += [drafts[row][at] for at in chosen[row]]
+            whole = len(self.committed[slot]) // EVERY * EVERY
+            self.compare(self.state.state[slot], self.expected(self.committed[slot][:whole])[0])
+        return np.swapaxes(np.asarray(outputs), 1, 2)
+
+    def path(self, node: int) -> list[int]:
+        return [] if node < 0 else [*self.path(self.parents[node]), node]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("name", ["chain", "tree"])
+def test_rounds_have_the_outputs_and_states_of_the_recurrence_at_every_node(name: str, text: str) -> None:
+    rounds = Rounds(name, text)
+    rounds.prompt(0, [5, 40, 1])
+    rounds.prompt(2, [64])
+    for _ in range(20):
+        rounds.round([2, 0])
+    rounds.prompt(2, [33])  # the slot's next request sees nothing of the first
+    for _ in range(10):
+        rounds.round([0, 2])
+    assert len(rounds.committed[0]) > 3 * EVERY
+    assert rounds.error < TOLERANCE
+
+
+def test_outputs_differ_if_state_records_or_ancestors_are_wrong() -> None:
+    def broken(change: Callable[[TokenBatch], TokenBatch], undo: bool = False) -> float:
+        rounds = Rounds("tree", "usual")
+        rounds.prompt(0, [EVERY - 2])
+        before = rounds.state
+        while len(rounds.committed[0]) < EVERY:
+            rounds.round([0])
+        assert rounds.error < TOLERANCE
+        if undo:
+            rounds.state = rounds.state._replace(state=before.state)
+        rounds.round([0], change=change)
+        return rounds.error
+
+    faults: dict[str, Callable[[TokenBatch], TokenBatch]] = {
+        "a record less": lambda batch: replace(batch, first_row=batch.first_row - 1),
+        "another slot": lambda batch: replace(batch, slots=batch.slots + 1),
+        "an ancestor less": lambda batch: replace(batch, bits=batch.bits.at[:, 6, 0].set(0b1100001)),
+    }
+    errors = {name: broken(change) for name, change in faults.items()}
+    errors["the state of an earlier round"] = broken(lambda batch: batch, undo=True)
+    assert min(errors.values()) > LEAST, errors
+
+
+@pytest.mark.parametrize("text", ["usual", "decays near 0"])
+def test_deterministic_outputs_have_the_same_bits_in_prompts_chains_and_trees(text: str) -> None:
+    rng = np.random.default_rng(1)
+    tokens = [token(rng, text) for _ in range(3 * EVERY)]
+
+    def outputs(name: str, pieces: list[int]) -> np.ndarray:
+        """Run a text as a prompt in pieces, then in rounds that follow it, and return the outputs of its tokens."""
+        rounds = Rounds(name, text, deterministic=True)
+        rounds.prompt(1, pieces, tokens)
+        while len(rounds.committed[1]) < len(tokens) - rounds.nodes:
+            rounds.follow(1, tokens)
+        assert rounds.error < TOLERANCE
+        return np.stack(rounds.outputs)
+
+    runs = [outputs("chain", [90]), outputs("chain", [7, 40, 41]), outputs("chain", [10]), outputs("tree", [45])]
+    common = min(map(len, runs))
+    assert common > 2 * EVERY
+    for other in runs[1:]:
+        np.testing.assert_array_equal(other[:common], runs[0][:common])
