@@ -56,6 +56,8 @@ class EngineConfig:
             or "auto": the weights' dtype.
         prefix_cache: share pages between requests that begin with the same tokens, even after a request has ended;
             changes no output.
+        cached_states: number of texts whose recurrent states the prefix cache keeps, for targets that have such
+            states; None: as many as ``slots``.
 
     Attributes, schedule:
         buckets: batch sizes of the compiled decode programs, ascending, ending at ``slots``; None: 1, 2, 4, ...
@@ -126,6 +128,7 @@ class EngineConfig:
     kv_dtype: str | None = None
     draft_kv_dtype: str | None = None
     prefix_cache: bool = True
+    cached_states: int | None = None
 
     buckets: tuple[int, ...] | None = None
     prefill_buckets: tuple[int, ...] | None = None
@@ -271,6 +274,7 @@ CHECKS: dict[str, Check] = {
     "grammar_cells": _int_from(0),
     "processor_args": _int_from(0),
     "prefill_budget": _none_or(_int_from(1)),
+    "cached_states": _none_or(_int_from(0)),
     "pages": _none_or(_int_from(2)),  # page 0 is never used
 }
 

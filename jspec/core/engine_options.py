@@ -25,6 +25,7 @@ class EngineOptions(TypedDict, total=False):
     kv_dtype: str | None
     draft_kv_dtype: str | None
     prefix_cache: bool
+    cached_states: int | None
     buckets: tuple[int, ...] | None
     prefill_buckets: tuple[int, ...] | None
     prefill_budget: int | None

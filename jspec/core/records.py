@@ -40,6 +40,19 @@ class LayerState:
         """Return the `PartitionSpec` of the arrays if the model's heads are divided over a mesh axis, as a prefix."""
         raise NotImplementedError
 
+    @property
+    def num_copies(self) -> int:
+        """Number of copies of slots' states that it keeps for the prefix cache; 0: pages hold all that it keeps."""
+        return 0
+
+    def saved(self, slot: Int[Array, ""], entry: Int[Array, ""]) -> Self:
+        """Return the state whose copy ``entry`` is the state of a slot, which must stand at a multiple of tokens."""
+        return self
+
+    def loaded(self, slot: Int[Array, ""], entry: Int[Array, ""], position: Int[Array, ""]) -> Self:
+        """Return the state whose slot has the copy ``entry``, of a text of ``position`` tokens."""
+        return self
+
     @classmethod
     def commit(cls, states: Sequence[Self], view: SlotView, path: AcceptedPath) -> list[Self]:
         """Keep the tokens of an accepted path, and forget all other nodes.

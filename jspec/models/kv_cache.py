@@ -77,6 +77,18 @@ def write_token_history(
     return text.at[index].set(tokens, mode="drop")
 
 
+def copy_state(cache: Sequence[S], packed: Int[Array, "3"], *, is_load: bool) -> list[S]:
+    """Copy the state of a slot in all layers into a copy for the prefix cache, or back.
+
+    Args:
+        cache: state of each layer.
+        packed: slot, index of the copy, and number of tokens that the state has seen.
+        is_load: whether the slot takes the copy.
+    """
+    slot, entry, position = packed
+    return [state.loaded(slot, entry, position) if is_load else state.saved(slot, entry) for state in cache]
+
+
 def commit(
     cache: Sequence[S], tree: Tree, view: SlotView, verdict: Verdict, rows: Int[Array, "batch nodes"] | None = None
 ) -> list[S]:

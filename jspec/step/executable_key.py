@@ -16,6 +16,8 @@ Kind = Literal[
     "update_page_table",
     "controls",
     "grammar",
+    "save_state",
+    "load_state",
     "write_pending_rows",
 ]
 CUT = ("round", "draft", "verify", "commit")  # kinds of programs whose drafter's tree is cut at a depth

@@ -25,7 +25,8 @@ from jspec.core.config import EngineConfig
 from jspec.core.prefill_input import PrefillInput
 from jspec.core.progress import progress_bar
 from jspec.core.records import Draft, SlotState, StepResult
-from jspec.models.kv_cache import update_page_table
+from jspec.models.kv_cache import copy_state, update_page_table
+from jspec.models.weights.tensor_parallel import state_layout
 from jspec.sampling import grammar_mask, penalties
 from jspec.step.decode import spec_step
 from jspec.step.executable_key import CUT, WITHOUT_OUTPUT, ExecutableKey, Kind, page_updates
@@ -91,6 +92,7 @@ class Executables:
         kinds: list[Kind] = ["update_page_table"]
         kinds += ["controls"] if self._shapes.controls is not None else []
         kinds += ["grammar"] if self._shapes.grammars is not None else []
+        kinds += ["save_state", "load_state"] if any(state.num_copies for state in self._shapes.target) else []
         has_pending_rows = self._program.drafter.has_pending_rows and self._config.prefix_cache
         return kinds + (["write_pending_rows"] if has_pending_rows else [])
 
@@ -172,6 +174,9 @@ class Executables:
             case "grammar":
                 packed = jax.ShapeDtypeStruct((grammar_mask.packed_size(state.grammars),), jnp.int16)
                 return helper_on(mesh, grammar_mask.load), 0, (state.grammars, packed)
+            case "save_state" | "load_state":
+                copy = partial(copy_state, is_load=key.kind == "load_state")
+                return helper_on(mesh, copy, state_layout(state.target)), 0, (state.target, _int32(3))
         step: Callable[..., Any]
         inputs: list[Any]
         program, slots = self._program_of(key), _int32(key.size)

@@ -128,9 +128,15 @@ def step_on(
     return on_all
 
 
-def helper_on(mesh: Mesh | None, function: Step) -> Step:
-    """Return a function of arrays that every device has whole, for all devices of a mesh; None: for one device."""
-    return function if mesh is None else _shard_map(function, mesh, EVERYWHERE, EVERYWHERE)
+def helper_on(mesh: Mesh | None, function: Step, specs: Any = EVERYWHERE) -> Step:
+    """Return a function of a part of the state and of an array, for all devices of a mesh; None: for one device.
+
+    Args:
+        mesh: the devices.
+        function: the function on one device.
+        specs: how the part of the state is divided.
+    """
+    return function if mesh is None else _shard_map(function, mesh, (specs, EVERYWHERE), specs)
 
 
 def _shard_map(function: Step, mesh: Mesh, in_specs: Any, out_specs: Any) -> Step:

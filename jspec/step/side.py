@@ -46,7 +46,12 @@ logger = logging.getLogger(__name__)
 DRAFTERS: tuple[Kind, ...] = ("draft", "commit", "draft_prefill", "write_pending_rows")  # run where the drafter is
 BOTH: tuple[Kind, ...] = ("update_page_table",)  # run on every side
 # The part of the state that each small program changes.
-HELPERS = {"update_page_table": "page_table", "controls": "controls", "grammar": "grammars"}
+HELPERS = {
+    "update_page_table": "page_table",
+    "controls": "controls",
+    "grammar": "grammars",
+    **dict.fromkeys(("save_state", "load_state"), "target"),
+}
 
 T = TypeVar("T")
 

@@ -27,8 +27,6 @@ from jaxtyping import Array, Bool, Float
 from pallas_kernels.recurrent.gated_delta_in_order import fold_in_order, verify_in_order
 from pallas_kernels.recurrent.records import DeltaTokens, Records, States, each_head
 
-EVERY = 32  # number of tokens after which a state advances
-
 
 def fold(state: States, records: Records, *, deterministic: bool = False) -> States:
     """Return the states after the tokens of the records; records of zeros change nothing.

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+EVERY = 32  # number of tokens after which a state advances
+
 
 class Records(NamedTuple):
     """What is kept of tokens: keys, corrected values and log decays, of all heads."""

@@ -21,8 +21,7 @@ from jspec.models.parts.conv_state import ConvState
 from jspec.models.parts.delta_state import DeltaState, run_tokens
 from jspec.models.parts.kv_pool import PoolShape
 from pallas_kernels.attention.ancestor_bits import ancestor_bits
-from pallas_kernels.recurrent.gated_delta import EVERY
-from pallas_kernels.recurrent.records import DeltaTokens
+from pallas_kernels.recurrent.records import EVERY, DeltaTokens
 from tests.support.arrays import on_device
 from tests.support.views import view_of_rows
 
@@ -85,7 +84,7 @@ def steps(tree: Tree) -> tuple[Callable[..., Any], Callable[..., Any]]:
     return verify, accept
 
 
-class Rounds:
+class DeltaRounds:
     """Random texts in slots, whose states are compared with the recurrence at every node."""
 
     def __init__(self, name: str, text: str, *, deterministic: bool = False, seed: int = 0) -> None:
@@ -206,7 +205,7 @@ class Rounds:
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("name", ["chain", "tree"])
 def test_rounds_have_the_outputs_and_states_of_the_recurrence_at_every_node(name: str, text: str) -> None:
-    rounds = Rounds(name, text)
+    rounds = DeltaRounds(name, text)
     rounds.prompt(0, [5, 40, 1])
     rounds.prompt(2, [64])
     for _ in range(20):
@@ -220,7 +219,7 @@ def test_rounds_have_the_outputs_and_states_of_the_recurrence_at_every_node(name
 
 def test_outputs_differ_if_state_records_or_ancestors_are_wrong() -> None:
     def broken(change: Callable[[TokenBatch], TokenBatch], undo: bool = False) -> float:
-        rounds = Rounds("tree", "usual")
+        rounds = DeltaRounds("tree", "usual")
         rounds.prompt(0, [EVERY - 2])
         before = rounds.state
         while len(rounds.committed[0]) < EVERY:
@@ -248,7 +247,7 @@ def test_deterministic_outputs_have_the_same_bits_in_prompts_chains_and_trees(te
 
     def outputs(name: str, pieces: list[int]) -> np.ndarray:
         """Run a text as a prompt in pieces, then in rounds that follow it, and return the outputs of its tokens."""
-        rounds = Rounds(name, text, deterministic=True)
+        rounds = DeltaRounds(name, text, deterministic=True)
         rounds.prompt(1, pieces, tokens)
         while len(rounds.committed[1]) < len(tokens) - rounds.nodes:
             rounds.follow(1, tokens)

@@ -31,6 +31,9 @@ class Metrics:
         num_preemptions: number of times that a request lost its pages to another request.
         finished: number of ended requests for each finish reason.
         pages_in_use: number of pages that requests hold now; only set for an engine.
+        num_state_hits: number of requests that began at a recurrent state of the prefix cache; only set for an engine.
+        num_states_evicted: number of such states that were overwritten by others; only set for an engine.
+        states_kept: number of such states now; only set for an engine.
     """
 
     num_drafts: int = 0
@@ -48,6 +51,9 @@ class Metrics:
     num_preemptions: int = 0
     finished: dict[str, int] = field(default_factory=dict)
     pages_in_use: int = 0
+    num_state_hits: int = 0
+    num_states_evicted: int = 0
+    states_kept: int = 0
 
     def count_round(self, *, depth: int, drafted: int, accept_len: int, emitted_drafts: int) -> None:
         """Add one round to the counters.
@@ -86,6 +92,9 @@ class Metrics:
             num_preemptions=self.num_preemptions + other.num_preemptions,
             finished=_sums(self.finished, other.finished),
             pages_in_use=self.pages_in_use + other.pages_in_use,
+            num_state_hits=self.num_state_hits + other.num_state_hits,
+            num_states_evicted=self.num_states_evicted + other.num_states_evicted,
+            states_kept=self.states_kept + other.states_kept,
         )
 
     @property

@@ -20,6 +20,7 @@ from jspec.engine.schedule.draft_length import Adaptive, Fixed, Policy
 from jspec.engine.schedule.page_pool import PagePool
 from jspec.engine.schedule.scheduler import Scheduler, SchedulerLimits
 from jspec.engine.schedule.sizes import halvings, portions, round_sizes
+from jspec.engine.schedule.state_pool import StatePool
 from jspec.engine.text.tokenizer import check_size, load_tokenizer, warn_if_replaced
 from jspec.engine.text.tokenizer_files import eos_ids
 from jspec.models.config.decoder_config import DecoderConfig, ModelConfig
@@ -33,6 +34,7 @@ from jspec.step.across_processes import calls_on
 from jspec.step.on_mesh import mesh_for, on_one
 from jspec.step.program import Params, Program
 from jspec.step.side import check_apart, sides_of
+from pallas_kernels.recurrent.records import EVERY
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +143,8 @@ def build_core(
     runner = ModelRunner(program, params, config, round_sizes(depths, nodes), devices, calls)
     rows_read = None if logits_processor is not None else _rows_read(target, drafter, draft)
     limits = replace(_scheduler_limits(config, drafter), window=rows_read)
-    scheduler = Scheduler(PagePool(runner.pool.pages, config.page_size), limits)
+    states = StatePool(runner.pool.copies, EVERY, config.page_size) if target.config.has_slot_states else None
+    scheduler = Scheduler(PagePool(runner.pool.pages, config.page_size), limits, states)
     return EngineCore(runner, scheduler, policy_of(config, drafter.tree, depths, nodes, runner))
 
 

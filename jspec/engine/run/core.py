@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -218,7 +219,8 @@ class EngineCore:
         preempted = (request for request in scheduler.waiting if request.metrics.num_preemptions)
         live = (request.metrics for request in [*scheduler.running, *preempted])
         total = sum(live, self.ended_metrics)  # counters of requests that never ran are zero
-        return replace(total, pages_in_use=scheduler.pages.num_used)
+        counts: dict[str, Any] = scheduler.states.counts() if scheduler.states is not None else {}
+        return replace(total, pages_in_use=scheduler.pages.num_used, **counts)
 
     def gauges(self) -> Gauges:
         pages = self.scheduler.pages
@@ -271,3 +273,4 @@ class EngineCore:
             return  # the request was preempted after the step was dispatched
         self.runner.write_pending_rows(request, self.scheduler.pages.pages_of(request.id))
         self.scheduler.cache_prefix(request, request.rows_committed)
+        self.scheduler.keep_state(request, request.rows_committed)

@@ -25,6 +25,7 @@ from jspec.engine.request.request import Request
 from jspec.engine.schedule.program_choice import ProgramChoice, prefill_key
 from jspec.engine.schedule.scheduler import Plan, PrefillPlan, RoundPlan
 from jspec.engine.schedule.sizes import RoundSize, sizes_of
+from jspec.models.config.decoder_config import ModelConfig
 from jspec.models.parts.kv_pool import PoolShape
 from jspec.sampling import grammar_mask
 from jspec.step.across_processes import Calls
@@ -76,6 +77,7 @@ class ModelRunner:
         self.target_side, self.draft_side = devices
         self._sides = list(dict.fromkeys((self.draft_side, self.target_side)))  # the one that drafts is the first
         pool = PoolShape.of(config, program.drafter.tree, str(params.main.embed.dtype))
+        pool = replace(pool, copies=num_copies(config, params.main.config))
         self.pool = min((side.fit(pool) for side in self._sides), key=lambda shape: shape.pages)
         self.calls.make(partial(self._start, sizes))
         self._tables = TablePool(config.slots)
@@ -146,6 +148,9 @@ class ModelRunner:
             size: draft depth and number of verified nodes of a plan's rounds.
             running: requests whose grammars must keep their device tables.
         """
+        for copy in plan.copies:
+            key = ExecutableKey("load_state" if copy.is_load else "save_state")
+            self.target_side.run(key, np.array([copy.slot, copy.entry, copy.position], np.int32))
         if isinstance(plan, PrefillPlan):
             for piece in plan.pieces:
                 if piece.is_last and self.edits(piece.request):  # now all tokens that penalties count are known
@@ -299,3 +304,10 @@ class ModelRunner:
         assert isinstance(self.target_side, Side)
         self.calls.follow(self.target_side)
         self.close()
+
+
+def num_copies(config: EngineConfig, target: ModelConfig) -> int:
+    """Return the number of copies of slots' states that the prefix cache keeps."""
+    if not (config.prefix_cache and target.has_slot_states):
+        return 0
+    return config.slots if config.cached_states is None else config.cached_states

@@ -142,7 +142,7 @@ class ProgramChoice:
             keys += self._prefill_keys(sizes, *outputs)
         if self._compile_ahead or self._edits_all or any(request.params.controls_used for request in requests):
             keys += self._helper_keys("controls", "grammar")
-        return list(dict.fromkeys(keys))
+        return list(dict.fromkeys([*keys, *self._helper_keys("save_state", "load_state")]))
 
     def round_keys(self, requests: Sequence[Request], live: LiveRequests) -> list[ExecutableKey]:
         """Return the keys of the programs for the requests' rounds, with the features of all live requests."""

@@ -15,6 +15,7 @@ from jspec.core.prompt_blocks import block_rows, padded
 from jspec.engine.request.request import Request
 from jspec.engine.request.too_long import RequestTooLong
 from jspec.engine.schedule.page_pool import Digest, PagePool, page_digests
+from jspec.engine.schedule.state_pool import StateCopy, StatePool
 
 # Time of a prefill beside that of its rows, in rows: 2.5 ms to read the weights and 0.022 ms a row (8B model, H100).
 OVERHEAD = 128
@@ -55,10 +56,12 @@ class PrefillPlan:
     Attributes:
         pieces: pieces of different requests, whose prefills have the same outputs.
         bucket: number of tokens for which the program was compiled; the pieces are padded to it.
+        copies: copies of recurrent states to make before.
     """
 
     pieces: list[Piece]
     bucket: int
+    copies: tuple[StateCopy, ...] = ()
 
     @property
     def requests(self) -> list[Request]:
@@ -73,11 +76,13 @@ class RoundPlan:
         requests: request of each batch row.
         bucket: number of batch rows for which the program was compiled.
         new_pages: (slot, column, page) of each entry to write into the page table, which has a row for each slot.
+        copies: copies of recurrent states to make before.
     """
 
     requests: list[Request]
     bucket: int
     new_pages: list[tuple[int, int, int]]
+    copies: tuple[StateCopy, ...] = ()
 
 
 Plan = PrefillPlan | RoundPlan
@@ -137,12 +142,15 @@ class Scheduler:
     slot. No request starves: a request that passed `check` fits into the pool alone, so the first one can always run.
 
     Attributes:
+        pages: the pages of all requests.
+        states: the copies of recurrent states; None: the target has no such states.
         waiting: waiting requests, in the order in which they are served.
         running: running requests, in the order in which they are served.
     """
 
-    def __init__(self, pages: PagePool, limits: SchedulerLimits) -> None:
+    def __init__(self, pages: PagePool, limits: SchedulerLimits, states: StatePool | None = None) -> None:
         self.pages = pages
+        self.states = states
         self.limits = limits
         self.waiting: list[Request] = []
         self.running: list[Request] = []
@@ -209,6 +217,8 @@ class Scheduler:
         for request in [*self.running, *self.waiting]:
             request.state.steps_in_flight = request.state.rounds_in_flight = 0
         self.pages.clear()
+        if self.states is not None:
+            self.states.clear()
 
     def finish(self, request: Request) -> None:
         """Remove a running or waiting request; its slot and pages are free at once.
@@ -264,13 +274,22 @@ class Scheduler:
         state.slot = self._free_slots.pop()
         state.num_shared_pages = len(shared)
         state.num_cached_rows = len(shared) * self.pages.page_size
-        # The last token is always computed, because its logits give the next token.
-        state.num_prefilled = min(state.num_cached_rows, state.prefill_len - 1)
+        state.num_prefilled = self._start(request, len(shared))
+        if self.states is not None and state.num_prefilled:
+            self.states.load(state.slot, state.page_digests, state.num_prefilled)
         if request.metrics.num_prompt_tokens == 0:  # the request was not admitted before
             request.metrics.num_prompt_tokens = len(request.prompt_token_ids)
             request.metrics.num_cached_tokens = state.num_prefilled
         insort(self.running, self.waiting.pop(0), key=_order)
         return request
+
+    def _start(self, request: Request, shared: int) -> int:
+        """Return the position from which a request is computed if its first pages are shared.
+
+        The last token is always computed, because its logits give the next token.
+        """
+        most = min(shared * self.pages.page_size, request.rows_committed - 1)
+        return most if self.states is None else self.states.match(request.state.page_digests[:shared], most)
 
     def cached_pages(self, request: Request) -> list[int]:
         """Return the pages in the prefix cache that contain the rows of a request's first tokens.
@@ -326,11 +345,35 @@ class Scheduler:
         room, pieces = blocks * rows, list[Piece]()
         request: Request | None = first
         while request is not None and request.prefill_outputs == first.prefill_outputs:
-            count = min(request.state.prefill_len - request.state.num_prefilled, room, tokens)
+            count = min(self._rows_until_cut(request), room, tokens)
             pieces.append(self._plan_piece(request, count))
             room, tokens = room - padded(count, rows), tokens - count
             request = self._next_to_prefill() if room and tokens else None
-        return PrefillPlan(pieces, bucket)
+        copies = () if self.states is None else self.states.take_copies()
+        for piece in pieces:
+            if piece.is_last or piece.start + piece.count == piece.request.state.num_cached_rows:
+                self.keep_state(piece.request, piece.start + piece.count)
+        return PrefillPlan(pieces, bucket, copies)
+
+    def _rows_until_cut(self, request: Request) -> int:
+        """Return the number of rows of a request's next piece, which ends where the shared pages end at the latest."""
+        state = request.state
+        end = state.num_cached_rows if state.num_prefilled < state.num_cached_rows else state.prefill_len
+        return end - state.num_prefilled
+
+    def keep_state(self, request: Request, rows: int) -> None:
+        """Keep a copy of the recurrent state of a running request for later ones that begin with the same tokens.
+
+        Args:
+            request: the request, whose state does not change before the next step.
+            rows: number of its committed cache rows.
+        """
+        if self.states is None or request.state.slot is None or not self.limits.prefix_cache:
+            return
+        position = self.states.position(rows)
+        if position and position == self.states.position_of_state(rows):
+            self._extend_digests(request, position // self.pages.page_size)
+            self.states.save(request.state.slot, request.state.page_digests, position)
 
     def _rows_to_prefill(self, first: Request, size: int) -> int:
         """Return the number of rows of the pieces that a prefill of ``size`` tokens could take, without the last cut.
@@ -350,7 +393,7 @@ class Scheduler:
                 pages -= self.pages.needed(self._rows_to_reserve(request)) - shared
                 if pages < 0 or state.steps_in_flight:
                     break
-                start = min(shared * self.pages.page_size, request.rows_committed - 1)
+                start = self._start(request, shared)
             soon.update(digests)  # cached once the request's piece is planned
             rows = filled + request.rows_committed - start
             filled += padded(request.rows_committed - start, block)
@@ -394,7 +437,7 @@ class Scheduler:
             self._reserve_ahead(ready)
         new_pages = [page for request in ready for page in self._page_table_updates(request)]
         bucket = next(size for size in self.limits.buckets if size >= len(ready))
-        return RoundPlan(ready, bucket, new_pages)
+        return RoundPlan(ready, bucket, new_pages, () if self.states is None else self.states.take_copies())
 
     def _drop_hidden(self, request: Request, committed: int) -> None:
         """Give back a request's pages that neither a step in flight nor a later one reads.
@@ -428,6 +471,8 @@ class Scheduler:
             last = self.running[-1]
             if last is request:
                 return False
+            if last.is_at_rest:
+                self.keep_state(last, last.rows_committed)
             self._release(last)
             last.metrics.num_preemptions += 1
             insort(self.waiting, last, key=_order)

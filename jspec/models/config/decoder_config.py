@@ -157,6 +157,11 @@ class DecoderConfig:
         return self.attention.rope
 
     @property
+    def has_slot_states(self) -> bool:
+        """Whether a layer keeps a state in each slot, beside the pages of those with attention."""
+        return not all(layer.mixer.has_pages for layer in self.layers)
+
+    @property
     def intermediate_size(self) -> int:
         return self.layers[0].mlp.width
 

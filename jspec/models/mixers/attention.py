@@ -52,6 +52,10 @@ class Attention(Mixer):
         raise NotImplementedError
 
     @property
+    def has_pages(self) -> bool:
+        return True
+
+    @property
     def row_size(self) -> int:
         """Number of channels of queries, keys and values; `Mixer.row_size`."""
         return (self.heads + 2 * self.cached_heads) * self.key_dim

@@ -59,6 +59,11 @@ class GatedDelta(Mixer):
     def row_size(self) -> int:
         return 4 * self.key_size + 4 * self.value_size + 2 * self.value_heads
 
+    @property
+    def reach(self) -> int:
+        """No cache rows are read; `Mixer.reach`."""
+        return 0
+
     def check(self) -> None:
         """Check the sizes; `Mixer.check`."""
         sizes = {"linear_num_key_heads": self.key_heads, "linear_num_value_heads": self.value_heads}

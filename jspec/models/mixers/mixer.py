@@ -31,6 +31,11 @@ class Mixer:
         """Number of newest tokens whose cache rows a token reads at most; None: all."""
         return None
 
+    @property
+    def has_pages(self) -> bool:
+        """Whether all that it keeps of tokens is in pages; False: it has a state in each slot."""
+        return False
+
     def check(self) -> None:
         """Check sizes and options.
 

@@ -36,6 +36,11 @@ class ShortConv(Mixer):
     def row_size(self) -> int:
         return 4 * self.channels
 
+    @property
+    def reach(self) -> int:
+        """No cache rows are read; `Mixer.reach`."""
+        return 0
+
     def check(self) -> None:
         """Check the sizes; `Mixer.check`."""
         positive_values("config", {"hidden_size": self.channels, "conv_L_cache": self.taps})

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Self
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
@@ -16,15 +17,19 @@ from jaxtyping import Array, Bool, Float, Int
 from jspec.core.records import AcceptedPath, LayerState, PromptBatch, SlotView, TokenBatch
 from jspec.models.parts.kv_pool import PoolShape
 from jspec.models.parts.slot_rows import ancestor_mask, is_token, move_slot_rows
+from pallas_kernels.recurrent.records import EVERY
 
 Inputs = Float[Array, "batch tokens channels"]
 
 
-class _Inputs(NamedTuple):
+class _Rows(NamedTuple):
     inputs: Float[Array, "slots rows channels"]
+    # The inputs before the last multiple of `EVERY` tokens of each slot, with which a prefix that ends there begins.
+    base: Float[Array, "slots count channels"]
+    copies: Float[Array, "copies count channels"]  # those of the prefix cache
 
 
-class ConvState(_Inputs, LayerState):
+class ConvState(_Rows, LayerState):
     """The newest inputs of a layer's convolution."""
 
     __slots__ = ()
@@ -32,7 +37,8 @@ class ConvState(_Inputs, LayerState):
     @classmethod
     def zeros(cls, pool: PoolShape, channels: int, taps: int) -> ConvState:
         """Make the state of a layer: rows for the nodes of a round, and for the committed inputs that these read."""
-        return cls(jnp.zeros((pool.slots, pool.round_rows + taps - 1, channels), pool.state_dtype))
+        counts = (pool.slots, pool.round_rows + taps - 1), (pool.slots, taps - 1), (pool.copies, taps - 1)
+        return cls(*(jnp.zeros((*count, channels), pool.state_dtype) for count in counts))
 
     def specs(self, axis: str) -> P:
         """Divide the channels; `LayerState.specs`."""
@@ -41,7 +47,36 @@ class ConvState(_Inputs, LayerState):
     @classmethod
     def commit(cls, states: Sequence[Self], view: SlotView, path: AcceptedPath) -> list[Self]:
         """Move the inputs of an accepted path; `LayerState.commit`."""
-        return [cls(move_slot_rows(state.inputs, view, path, axis=1)) for state in states]
+        return [state._moved(view, path)._at_boundary(view, path) for state in states]
+
+    def _moved(self, view: SlotView, path: AcceptedPath) -> Self:
+        return self._replace(inputs=move_slot_rows(self.inputs, view, path, axis=1))
+
+    def _at_boundary(self, view: SlotView, path: AcceptedPath) -> Self:
+        """Keep the inputs before a multiple of `EVERY` tokens that new tokens reach."""
+        if not self.num_copies:
+            return self
+        position = (view.lengths + path.counts) // EVERY * EVERY
+        slots = jnp.where(position > view.lengths, view.slots, len(self.inputs))
+
+        def keep(base: Array) -> Array:
+            return base.at[slots].set(_committed(self, slots, position, base.shape[1])[:, ::-1], mode="drop")
+
+        return self._replace(base=jax.lax.cond(jnp.any(position > view.lengths), keep, lambda base: base, self.base))
+
+    @property
+    def num_copies(self) -> int:
+        return self.copies.shape[0]
+
+    def saved(self, slot: Int[Array, ""], entry: Int[Array, ""]) -> Self:
+        """Keep a slot's inputs at a multiple of `EVERY` tokens; `LayerState.saved`."""
+        return self._replace(copies=self.copies.at[entry].set(self.base[slot]))
+
+    def loaded(self, slot: Int[Array, ""], entry: Int[Array, ""], position: Int[Array, ""]) -> Self:
+        """Enter the inputs before a multiple of `EVERY` tokens; `LayerState.loaded`."""
+        rows = self.copies[entry]
+        place = (position - len(rows) + jnp.arange(len(rows))) % self.inputs.shape[1]
+        return self._replace(inputs=self.inputs.at[slot, place].set(rows), base=self.base.at[slot].set(rows))
 
 
 def convolve(
@@ -123,8 +158,26 @@ def _written(state: ConvState, x: Inputs, batch: TokenBatch, taps: int) -> ConvS
             batch.positions >= batch.of_piece(batch.ends)[:, None] - (taps - 1)
         )
         slot, position = batch.of_piece(batch.slots, slots), batch.positions
+        if state.num_copies:
+            state = state._replace(base=_base_of_prompts(state, x, batch, taps - 1))
     else:
         is_kept, slot = batch.valid, batch.slots
         position = batch.first_row[:, None] + jnp.arange(x.shape[1])
     place = jnp.where(is_kept, slot[:, None], slots), position % rows
-    return ConvState(state.inputs.at[place].set(x, mode="drop"))
+    return state._replace(inputs=state.inputs.at[place].set(x, mode="drop"))
+
+
+def _base_of_prompts(
+    state: ConvState, x: Inputs, batch: PromptBatch, count: int
+) -> Float[Array, "slots count channels"]:
+    """Return the inputs before the last multiple of `EVERY` tokens of each slot after pieces of prompts."""
+    assert batch.slots is not None
+    position, start = batch.ends // EVERY * EVERY, batch.starts[:, None]
+    wanted = position[:, None] - count + jnp.arange(count)
+    first = jnp.argmax(batch.piece == jnp.arange(len(position))[:, None], axis=1) * x.shape[1]
+    of_piece = x.reshape(-1, x.shape[-1]).at[first[:, None] + wanted - start].get(mode="clip")
+    past = _committed(state, batch.slots, batch.starts, count)
+    older = jnp.take_along_axis(past, jnp.clip(start - 1 - wanted, 0, count - 1)[..., None], axis=1)
+    rows = jnp.where((wanted >= start)[..., None], of_piece, older)
+    is_new = (position > batch.starts) | (batch.starts == 0)
+    return state.base.at[jnp.where(is_new, batch.slots, len(state.base))].set(rows, mode="drop")

@@ -19,19 +19,20 @@ from jspec.core.records import AcceptedPath, LayerState, PromptBatch, SlotView, 
 from jspec.models.parts.conv_state import ConvState
 from jspec.models.parts.kv_pool import PoolShape
 from jspec.models.parts.slot_rows import ancestor_mask, is_token, move_slot_rows
-from pallas_kernels.recurrent.gated_delta import EVERY, fold, verify
-from pallas_kernels.recurrent.records import DeltaTokens, Records
+from pallas_kernels.recurrent.gated_delta import fold, verify
+from pallas_kernels.recurrent.records import EVERY, DeltaTokens, Records
 
 Outputs = Float[Array, "batch heads tokens value_dim"]
 
 
-class _Arrays(NamedTuple):
+class _StateAndRecords(NamedTuple):
     state: Float[Array, "slots heads key_dim value_dim"]  # float32
     records: Records  # [slots, heads, rows, ...]
     inputs: ConvState
+    copies: Float[Array, "copies heads key_dim value_dim"]  # states of the prefix cache
 
 
-class DeltaState(_Arrays, LayerState):
+class DeltaState(_StateAndRecords, LayerState):
     """The states and records of one layer. The record of position p is in row ``p % rows``."""
 
     __slots__ = ()
@@ -51,7 +52,8 @@ class DeltaState(_Arrays, LayerState):
             jnp.zeros((pool.slots, count, rows, dim), pool.state_dtype) for count, dim in zip(heads, dims, strict=True)
         )
         records = Records(keys, values, jnp.zeros((pool.slots, heads[1], rows), jnp.float32))
-        return cls(jnp.zeros((pool.slots, heads[1], *dims), jnp.float32), records, inputs)
+        state, copies = (jnp.zeros((count, heads[1], *dims), jnp.float32) for count in (pool.slots, pool.copies))
+        return cls(state, records, inputs, copies)
 
     @property
     def slots(self) -> int:
@@ -65,7 +67,22 @@ class DeltaState(_Arrays, LayerState):
 
     def specs(self, axis: str) -> Any:
         """Divide the heads; `LayerState.specs`."""
-        return type(self)(P(None, axis), P(None, axis), self.inputs.specs(axis))  # type: ignore[arg-type]
+        heads: Any = P(None, axis)
+        return type(self)(heads, heads, self.inputs.specs(axis), heads)  # type: ignore[arg-type]
+
+    @property
+    def num_copies(self) -> int:
+        return self.copies.shape[0]
+
+    def saved(self, slot: Int[Array, ""], entry: Int[Array, ""]) -> Self:
+        """Keep a slot's state; `LayerState.saved`."""
+        copies = self.copies.at[entry].set(self.state[slot])
+        return self._replace(copies=copies, inputs=self.inputs.saved(slot, entry))
+
+    def loaded(self, slot: Int[Array, ""], entry: Int[Array, ""], position: Int[Array, ""]) -> Self:
+        """Enter a kept state; `LayerState.loaded`."""
+        state = self.state.at[slot].set(self.copies[entry])
+        return self._replace(state=state, inputs=self.inputs.loaded(slot, entry, position))
 
     def states(self, slots: Int[Array, "batch"]) -> Float[Array, "batch heads key_dim value_dim"]:
         """Return the states of some slots; zeros for one that does not exist."""

@@ -32,6 +32,7 @@ class PoolShape:
     prefix_cache: bool = False  # whether drafters store a state for each page, for requests that reuse the page
     round_rows: int = 1  # number of rows that a round of the target writes in a slot
     state_dtype: str = "float32"  # dtype of what layers without a cache keep of a token
+    copies: int = 0  # number of copies of slots' states that such layers keep for the prefix cache
 
     @classmethod
     def of(cls, config: EngineConfig, tree: Tree, dtype: str) -> PoolShape:
