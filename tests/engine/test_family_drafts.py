@@ -43,15 +43,25 @@ def ngram(target: Model, tree: Tree) -> Drafter:
 
 
 DRAFTERS: list[Callable[[Model, Tree], Drafter]] = [itself, eagle, two_layers, ngram]
-EVERY = list(itertools.product(FAMILIES, DRAFTERS, (DYNAMIC, CHAIN)))
+HYBRID = ("lfm2", "lfm2_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")  # no draft models
+EVERY = [
+    case
+    for case in itertools.product(FAMILIES, DRAFTERS, (DYNAMIC, CHAIN))
+    if case[0] not in HYBRID or case[1] in (eagle, ngram)
+]
 PAIRS = list(itertools.product((DYNAMIC, CHAIN), DRAFTERS))
-ROTATION = [(family, *PAIRS[index % len(PAIRS)][::-1]) for index, family in enumerate(FAMILIES)]
-DEFAULT = ("deepseek_v2", "gemma2", "gemma4_text")  # latent caches, windows, shared rows of the cache
+CASES = [(family, *PAIRS[index % len(PAIRS)][::-1]) for index, family in enumerate(FAMILIES) if family not in HYBRID]
+ROTATION = [
+    *CASES,
+    *itertools.product(HYBRID[:3:2], (eagle,), (DYNAMIC,)),
+    *itertools.product(HYBRID, (ngram,), (CHAIN,)),
+]
+DEFAULT = ("deepseek_v2", "gemma2", "gemma4_text", *HYBRID[::3])  # latent caches, windows, shared rows, slots' states
 
 
 def greedy(target: Model, drafter: Drafter | None, prompts: list[list[int]]) -> tuple[list[list[int]], float]:
     """Return 64 greedy tokens after each prompt, and the mean acceptance length."""
-    options = dict(slots=3, max_len=160, page_size=16, buckets=(3,), prefill_buckets=(80,))
+    options = dict(slots=3, max_len=176, page_size=16, buckets=(3,), prefill_buckets=(80,))
     with engines.make(target, drafter=drafter, prefix_cache=False, controls=False, **options) as engine:
         done = engine.generate(prompts, SamplingParams(max_tokens=64, temperature=0))
         return [one.raise_for_error().token_ids for one in done], engine.metrics.mean_acceptance_length

@@ -20,7 +20,9 @@ from tests.support.recordings import recording
 pytestmark = pytest.mark.once
 
 DENSE = ("qwen2", "qwen3", "mistral", "phi3", "gemma2", "gemma3_text", "gemma4_text", "olmo3", "granite")
-FAMILIES = (*DENSE, "qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "llama4_text", "deepseek_v2", "deepseek_v3")
+EXPERTS = ("qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "llama4_text", "deepseek_v2", "deepseek_v3")
+HYBRID = ("lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+FAMILIES = (*DENSE, *EXPERTS, *HYBRID)
 IN_FLOAT32 = ("gemma3_text", "gemma4_text", "gpt_oss")  # families whose norms have weights in float32
 OPTIONS: dict[str, dict[str, Any]] = {
     "pages of 16": dict(page_size=16),
@@ -37,6 +39,7 @@ LONG = (
     ("gpt_oss", "pages of 1"),  # these two decode on two devices by default
     ("deepseek_v3", "pages of 16"),
     ("deepseek_v2", "pages of 1"),  # decodes with a drafter by default
+    *itertools.product(("lfm2_moe", "qwen3_next"), OPTIONS),  # what they compute, lfm2 and qwen3_5_moe_text do too
 )
 
 
@@ -52,7 +55,7 @@ def test_engine_of_each_family_emits_the_greedy_tokens_of_transformers_twice(
     target, data = tiny.load_target(folder), recording(folder / "expect.npz")
     prompts = [data[f"prompt{i}"].tolist() for i in range(3)]
     wanted = [data[f"greedy{i}"].tolist() for i in range(3)]
-    own: dict[str, Any] = dict(slots=3, max_len=160, buckets=(3,), prefill_buckets=(32,))
+    own: dict[str, Any] = dict(slots=3, max_len=176, buckets=(3,), prefill_buckets=(32,))
     with engines.make(target, **own, **OPTIONS[options]) as engine:
         for time in range(2):
             done = engine.generate(prompts, SamplingParams(max_tokens=64, temperature=0))

@@ -310,4 +310,4 @@ def num_copies(config: EngineConfig, target: ModelConfig) -> int:
     """Return the number of copies of slots' states that the prefix cache keeps."""
     if not (config.prefix_cache and target.has_slot_states):
         return 0
-    return config.slots if config.cached_states is None else config.cached_states
+    return 2 * config.slots if config.cached_states is None else config.cached_states

@@ -348,7 +348,7 @@ class Scheduler:
             count = min(self._rows_until_cut(request), room, tokens)
             pieces.append(self._plan_piece(request, count))
             room, tokens = room - padded(count, rows), tokens - count
-            request = self._next_to_prefill() if room and tokens else None
+            request = self._next_to_prefill() if room and tokens and request.is_prefilled else None
         copies = () if self.states is None else self.states.take_copies()
         for piece in pieces:
             if piece.is_last or piece.start + piece.count == piece.request.state.num_cached_rows:

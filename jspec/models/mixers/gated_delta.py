@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,11 +16,11 @@ from jspec.core.records import TokenBatch
 from jspec.models.mixers.mixer import Mixer
 from jspec.models.mixers.short_conv import squeezed_taps
 from jspec.models.parts.checks import check_divided, positive_values
-from jspec.models.parts.conv_state import ConvState, convolve
+from jspec.models.parts.conv_state import ConvState, convolved, taps_of
 from jspec.models.parts.delta_state import DeltaState, run_tokens
 from jspec.models.parts.kv_pool import PoolShape, check_size
 from jspec.models.parts.layer_weights import LayerWeights
-from jspec.models.parts.layers import product, small_product
+from jspec.models.parts.layers import by_token, product, small_product
 from jspec.models.parts.param_spec import ParamSpec, norm
 from pallas_kernels.layers.partial_sums import reduce_partials
 from pallas_kernels.layers.weights import Inputs, QuantizedActivation
@@ -118,31 +119,43 @@ class GatedDelta(Mixer):
         self, layer: LayerWeights, x: Inputs, state: DeltaState, batch: TokenBatch, dtype: jnp.dtype, *, eps: float
     ) -> tuple[Any, DeltaState]:
         """Project, convolve, apply the rule, and norm and gate its outputs; `Mixer.mix`."""
-        assert layer.gates is not None and layer.conv is not None and layer.delta_norm is not None
-        assert not isinstance(x, QuantizedActivation)
+        assert layer.gates is not None and not isinstance(x, QuantizedActivation)
         projected = reduce_partials(batch.unpack(product(batch.numerics)(x, layer.qkv)), dtype)
         gates = batch.unpack(small_product(x, layer.gates, batch.numerics)[None])[0]
         split = 2 * self.key_size + self.value_size
-        mixed, inputs = convolve(state.inputs, projected[..., :split], layer.conv, batch)
-        new = self._tokens(layer, jax.nn.silu(mixed), gates, state.records.keys.dtype)
+        taps, inputs = taps_of(state.inputs, projected[..., :split], self.taps, batch)
+        new = by_token(partial(self._tokens, layer, state.records.keys.dtype), batch.numerics, taps, gates)
+        new = DeltaTokens(*(jnp.swapaxes(rows, 1, 2) for rows in new))
         outputs, state = run_tokens(state._replace(inputs=inputs), new, batch)
-        outputs = jnp.swapaxes(outputs, 1, 2)  # [batch, tokens, heads, value_dim]
-        normed = outputs * jax.lax.rsqrt(jnp.mean(outputs**2, axis=-1, keepdims=True) + eps) * layer.delta_norm
-        gate = jax.nn.silu(projected[..., split:].astype(jnp.float32))
-        mixed = normed.reshape(gate.shape) * gate
-        return batch.pack(mixed.astype(dtype)), state
+        outputs, gate = jnp.swapaxes(outputs, 1, 2), projected[..., split:]
+        return batch.pack(by_token(partial(self._gated, layer, eps, dtype), batch.numerics, outputs, gate)), state
 
     def _tokens(
-        self, layer: LayerWeights, mixed: Float[Array, "batch tokens channels"], gates: Array, dtype: Any
+        self, layer: LayerWeights, dtype: Any, taps: Float[Array, "*rows taps channels"], gates: Array
     ) -> DeltaTokens:
-        """Return the inputs of the rule from convolved queries, keys and values, and the rates and decays of heads."""
-        assert layer.a_log is not None and layer.dt_bias is not None
+        """Return the inputs of the rule, [*rows, heads, ...], from inputs of the convolution, and rates and decays."""
+        assert layer.conv is not None and layer.a_log is not None and layer.dt_bias is not None
+        mixed = jax.nn.silu(convolved(taps, layer.conv))
         q, k, v = jnp.split(mixed, (self.key_size, 2 * self.key_size), axis=-1)
         q, k = (_unit(_heads(rows, self.key_heads)) for rows in (q, k))
-        rates, decays = (jnp.swapaxes(part, 1, 2) for part in jnp.split(gates, 2, axis=-1))
-        decays = jax.nn.softplus(decays + layer.dt_bias[:, None]) * -jnp.exp(layer.a_log)[:, None]
+        rates, decays = jnp.split(gates, 2, axis=-1)
+        decays = jax.nn.softplus(decays + layer.dt_bias) * -jnp.exp(layer.a_log)
         q, k, v = (rows.astype(dtype) for rows in (q * self.key_dim**-0.5, k, _heads(v, self.value_heads)))
         return DeltaTokens(q, k, v, decays, jax.nn.sigmoid(rates))
+
+    def _gated(
+        self,
+        layer: LayerWeights,
+        eps: float,
+        dtype: Any,
+        outputs: Float[Array, "*rows heads value_dim"],
+        gate: Float[Array, "*rows channels"],
+    ) -> Float[Array, "*rows channels"]:
+        """Return the normed outputs of all heads times the output gate."""
+        assert layer.delta_norm is not None
+        mean = jnp.mean(outputs**2, axis=-1, keepdims=True)
+        normed = (outputs * jax.lax.rsqrt(mean + eps) * layer.delta_norm).reshape(gate.shape)
+        return (normed * jax.nn.silu(gate.astype(jnp.float32))).astype(dtype)
 
     def describe(self) -> dict[str, str]:
         """Describe heads and taps; `Mixer.describe`."""
@@ -150,8 +163,8 @@ class GatedDelta(Mixer):
         return {"gated delta net": f"{heads} channels, {self.taps} taps"}
 
 
-def _heads(rows: Float[Array, "batch tokens channels"], heads: int) -> Float[Array, "batch heads tokens dim"]:
-    return jnp.swapaxes(rows.reshape(*rows.shape[:2], heads, -1), 1, 2)
+def _heads(rows: Float[Array, "*rows channels"], heads: int) -> Float[Array, "*rows heads dim"]:
+    return rows.reshape(*rows.shape[:-1], heads, -1)
 
 
 def _unit(rows: Float[Array, "*rows dim"]) -> Float[Array, "*rows dim"]:

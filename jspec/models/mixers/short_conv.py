@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from convert.huggingface import MapRow, mapped
 from jspec.core.records import TokenBatch
 from jspec.models.mixers.mixer import Mixer
 from jspec.models.parts.checks import check_divided, positive_values
-from jspec.models.parts.conv_state import ConvState, convolve
+from jspec.models.parts.conv_state import ConvState, convolved, taps_of
 from jspec.models.parts.kv_pool import PoolShape
 from jspec.models.parts.layer_weights import LayerWeights
-from jspec.models.parts.layers import product
+from jspec.models.parts.layers import by_token, product
 from jspec.models.parts.param_spec import ParamSpec
 from pallas_kernels.layers.partial_sums import reduce_partials
 from pallas_kernels.layers.weights import Inputs
@@ -74,12 +76,16 @@ class ShortConv(Mixer):
         assert layer.conv is not None
         sums = batch.unpack(product(batch.numerics)(x, layer.qkv))
         b, c, x = jnp.split(reduce_partials(sums, dtype), 3, axis=-1)
-        mixed, state = convolve(state, b * x, layer.conv, batch)
-        return batch.pack((c * mixed).astype(dtype)), state
+        inputs, state = taps_of(state, b * x, self.taps, batch)
+        return batch.pack(by_token(partial(_gated, layer.conv, dtype), batch.numerics, c, inputs)), state
 
     def describe(self) -> dict[str, str]:
         """Describe the convolution; `Mixer.describe`."""
         return {"short convolution": f"{self.channels} channels, {self.taps} taps"}
+
+
+def _gated(weight: Float[Array, "channels taps"], dtype: Any, c: Array, inputs: Array) -> Array:
+    return (c * convolved(inputs, weight)).astype(dtype)
 
 
 def squeezed_taps(row: MapRow) -> MapRow:

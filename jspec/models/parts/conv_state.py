@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jspec.core.records import AcceptedPath, LayerState, PromptBatch, SlotView, TokenBatch
 from jspec.models.parts.kv_pool import PoolShape
 from jspec.models.parts.slot_rows import ancestor_mask, is_token, move_slot_rows
+from pallas_kernels.layers.partial_sums import sum_f32
 from pallas_kernels.recurrent.records import EVERY
 
 Inputs = Float[Array, "batch tokens channels"]
@@ -79,31 +80,31 @@ class ConvState(_Rows, LayerState):
         return self._replace(inputs=self.inputs.at[slot, place].set(rows), base=self.base.at[slot].set(rows))
 
 
-def convolve(
-    state: ConvState, x: Inputs, weight: Float[Array, "channels taps"], batch: TokenBatch
-) -> tuple[Inputs, ConvState]:
-    """Convolve the inputs of new tokens with those of the tokens before them, each channel by itself.
-
-    The last tap is a token's own, and before a text there are zeros.
+def taps_of(
+    state: ConvState, x: Inputs, taps: int, batch: TokenBatch
+) -> tuple[Float[Array, "batch tokens taps channels"], ConvState]:
+    """Return the inputs that the convolution of each new token adds up, and keep those that later tokens need.
 
     Args:
         state: the newest inputs of every slot.
         x: inputs of the batch's tokens, not packed.
-        weight: weights of the taps.
+        taps: number of inputs of a token, the last one its own. Before a text there are zeros.
         batch: positions and slots of the tokens, and which see which.
 
     Returns:
-        The sums in float32, and the state with the new inputs.
+        The inputs, and the state with the new ones.
     """
-    taps = weight.shape[1]
     x = x.astype(state.inputs.dtype)
     # Of each token: the inputs 1, 2, ... tokens before it.
     earlier = _of_prompts(state, x, batch, taps) if isinstance(batch, PromptBatch) else _of_nodes(state, x, batch, taps)
-    weights = weight.astype(jnp.float32)
-    total = weights[:, -1] * x
-    for age, inputs in enumerate(earlier, 1):
-        total += weights[:, taps - 1 - age] * inputs
-    return total, _written(state, x, batch, taps)
+    return jnp.stack([*earlier[::-1], x], axis=2), _written(state, x, batch, taps)
+
+
+def convolved(
+    inputs: Float[Array, "*rows taps channels"], weight: Float[Array, "channels taps"]
+) -> Float[Array, "*rows channels"]:
+    """Return the sums of a causal convolution in float32, each channel by itself."""
+    return sum_f32(inputs[..., tap, :] * weight[:, tap].astype(jnp.float32) for tap in range(weight.shape[1]))
 
 
 def _committed(

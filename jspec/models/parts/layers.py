@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +18,12 @@ from pallas_kernels.layers.gated_matmul import gated_matmul, tiles_for
 from pallas_kernels.layers.partial_sums import PartialSums, reduce_partials
 from pallas_kernels.layers.products import matmul, matmul_unscaled
 from pallas_kernels.layers.quantize_rows import Activation
+from pallas_kernels.layers.row_by_row import row_by_row_off_gpu
 from pallas_kernels.layers.shard import OwnColumns
 from pallas_kernels.layers.split_matmul import split_matmul
 from pallas_kernels.layers.weights import Inputs, Weight, has_dynamic_activations
+
+T = TypeVar("T")
 
 
 def mlp(
@@ -111,3 +115,19 @@ def small_product(
         return logits[..., : len(weight)]
     exact = {"preferred_element_type": jnp.float32, "precision": jax.lax.Precision.HIGHEST}
     return jnp.einsum("...k,nk->...n", x, weight, **exact)
+
+
+def by_token(function: Callable[..., T], numerics: Numerics, *rows: Any) -> T:
+    """Return function(*rows) of arrays [batch, tokens, ...], with bits that depend on no other token if asked for.
+
+    Args:
+        function: function of arrays [*rows, ...] that computes each row by itself.
+        numerics: whether a token's bits may depend on the shape of the batch.
+        rows: the arrays.
+    """
+    if not numerics.deterministic:
+        return function(*rows)
+    shape = jax.tree.leaves(rows)[0].shape[:2]
+    flat = jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), rows)
+    results = row_by_row_off_gpu(function, *flat, implementation=numerics.implementation)
+    return jax.tree.map(lambda array: array.reshape(*shape, *array.shape[1:]), results)

@@ -1,0 +1,127 @@
+"""Test engines of targets with recurrent states: options, prefix hits and preemption change no token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jspec import Engine, SamplingParams, Suffix
+from jspec.models.decoder import Model
+from jspec.models.parts.delta_state import DeltaState
+from tests.support import engines, tiny
+from tests.support.recordings import recording
+
+# A text that an engine has decoded once is drafted right the second time, and other nodes of the tree are wrong.
+CHAIN = Suffix("chain:4", scope="engine")
+TREE = Suffix("static:0,1,0.0,0.1,1.0,0.0.0", scope="engine")
+# Three requests of the recorded prompts need more pages than there are, so one is preempted.
+OPTIONS: dict[str, Any] = dict(
+    slots=3, max_len=240, buckets=(3,), prefill_buckets=(32,), pages=18, cached_states=8, controls=False
+)
+GREEDY = SamplingParams(max_tokens=64, temperature=0)
+
+Recorded = tuple[Model, list[list[int]], list[list[int]]]
+
+
+@pytest.fixture(scope="module")
+def hybrid(golden: Path) -> Recorded:
+    """Return the recorded Qwen 3.5, three prompts, and the greedy tokens after each that transformers computes."""
+    folder = golden / "families" / "qwen3_5_text"
+    data = recording(folder / "expect.npz")
+    prompts, tokens = ([data[f"{name}{i}"].tolist() for i in range(3)] for name in ("prompt", "greedy"))
+    return tiny.load_target(folder), prompts, tokens
+
+
+def tokens_of(engine: Engine, prompts: list[list[int]], params: SamplingParams = GREEDY) -> list[list[int]]:
+    return [one.raise_for_error().token_ids for one in engine.generate(prompts, params)]
+
+
+@pytest.mark.parametrize(
+    ("drafter", "options"),
+    [
+        pytest.param(TREE, {}, id="tree"),
+        pytest.param(CHAIN, dict(tensor_parallel=2), id="two devices, chain"),
+        *(
+            pytest.param(drafter, options, id=name, marks=pytest.mark.long)
+            for name, drafter, options in [
+                ("plain", None, {}),
+                ("two devices, tree", TREE, dict(tensor_parallel=2)),
+                ("three rounds a dispatch", TREE, dict(rounds_per_dispatch=3, overlap=False, pages=None)),
+                (
+                    "budgets of nodes",
+                    TREE,
+                    dict(adaptive=True, draft_depths=(3,), draft_nodes=(2,), slots=8, buckets=(8,)),
+                ),
+                ("more nodes than a state waits for", Suffix("chain:40", scope="engine"), dict(pages=None)),
+            ]
+        ),
+    ],
+)
+def test_engine_emits_the_recorded_tokens_with_every_option(
+    hybrid: Recorded, drafter: Suffix | None, options: dict[str, Any]
+) -> None:
+    target, prompts, expected = hybrid
+    with engines.make(target, drafter=drafter, **OPTIONS | options) as engine:
+        assert tokens_of(engine, prompts * 3) == expected * 3  # more requests than slots, which are reused
+        assert (engine.metrics.num_preemptions > 0) == (options.get("pages", 18) is not None)
+        assert drafter is None or engine.metrics.mean_acceptance_length > 1.5
+
+
+def test_requests_begin_at_the_longest_kept_state_of_their_text(hybrid: Recorded) -> None:
+    """A prompt of 75 tokens is kept at 64; a text that leaves it at 50 leaves a state where the shared pages end."""
+    target, prompts, expected = hybrid
+    text, answer = prompts[2], expected[2]
+    branches = [[*text[:50], first, *text[:12]] for first in (1, 2)]
+    with engines.make(target, drafter=TREE, **OPTIONS) as engine:
+
+        def run(prompt: list[int], **options: Any) -> tuple[list[int], int]:
+            (done,) = engine.generate([prompt], SamplingParams(max_tokens=32, temperature=0, **options))
+            return done.raise_for_error().token_ids, done.metrics.num_cached_tokens
+
+        assert [run(text), run(text)] == [(answer[:32], 0), (answer[:32], 64)]
+        assert run(text + answer[:31])[1] == 96  # the state at the end of the answer
+        assert run(branches[0])[1] == 0  # the pages of 48 tokens are shared, and a state at 32 is kept there
+        wanted = run(branches[1], prompt_logprobs=0)  # a prompt that is scored shares nothing
+        assert run(branches[1]) == (wanted[0], 32)
+        metrics = engine.metrics
+        assert (metrics.num_state_hits, metrics.num_states_evicted, metrics.states_kept) == (3, 0, 6)
+
+
+def test_a_copy_of_another_state_gives_other_tokens(hybrid: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control of prefix hits."""
+    target, prompts, expected = hybrid
+    monkeypatch.setattr(DeltaState, "saved", lambda self, slot, entry: self)
+    with Engine(target, **OPTIONS) as engine:
+        assert tokens_of(engine, prompts[2:]) == expected[2:]
+        assert tokens_of(engine, prompts[2:]) != expected[2:]
+
+
+@pytest.mark.long
+def test_sampled_tokens_are_the_same_with_and_without_drafts(hybrid: Recorded) -> None:
+    target, prompts, _ = hybrid
+    params = SamplingParams(max_tokens=48, temperature=1.0, top_p=0.9, seed=5)
+    found = []
+    for drafter in (None, TREE):
+        with engines.make(target, drafter=drafter, **OPTIONS) as engine:
+            found += [tokens_of(engine, prompts, params) for _ in range(2)]
+            assert drafter is None or engine.metrics.num_accepted_tokens > 48
+    assert found[0] == found[1] == found[2] == found[3]
+
+
+def test_deterministic_log_probabilities_have_the_same_bits_with_any_draft_and_prompt(hybrid: Recorded) -> None:
+    """A text is decoded with rejected and with accepted drafts, and scored as a prompt."""
+    target, prompts, expected = hybrid
+    with engines.make(target, drafter=TREE, **OPTIONS, deterministic=True) as engine:
+        params, scores = SamplingParams(max_tokens=64, temperature=0, logprobs=0), []
+        for _ in range(2):
+            done = engine.generate(prompts[1:], params)
+            scores.append([[record.logprob for record in one.logprobs] for one in done])
+        assert engine.metrics.num_accepted_tokens > 64
+        texts = [prompt + answer for prompt, answer in zip(prompts[1:], expected[1:], strict=True)]
+        done = engine.generate(texts, SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0))
+        of_prompts = [[record.logprob for record in one.prompt_logprobs[-64:]] for one in done]
+    assert scores[0] == scores[1]
+    np.testing.assert_array_equal(np.array(of_prompts), np.array(scores[0]))
