@@ -21,7 +21,7 @@ from jspec.core.config import EngineConfig
 from jspec.core.prompt_blocks import block_rows
 from jspec.core.records import LayerState, SlotState
 from jspec.draft.elsewhere import Elsewhere
-from jspec.models.parts.kv_pool import MAX_POOL_ELEMENTS, PoolShape
+from jspec.models.parts.kv_pool import MAX_POOL_ELEMENTS, KVPool, PoolShape
 from jspec.models.weights.quantize import widened_bytes
 from jspec.step.program import Params, Program, init_state
 from jspec.step.program_memory import ProgramMemory
@@ -71,6 +71,7 @@ class MemoryPlan:
         draft_pool: the drafter's keys and values, for ``pages`` pages.
         features: the drafter's other state, such as features of pending tokens and of pages, and token histories.
         slots: page table, controls and grammar tables, and the token history if the state has one.
+        states: what the target's layers without pages keep in each slot, and its copies for the prefix cache.
         workspace: temporary memory of the largest program while it runs: logits, noise, activations.
         other: other arrays of this process on the device.
         exchanges: memory that the kernels keep by which several devices exchange arrays, in all compiled programs.
@@ -91,6 +92,7 @@ class MemoryPlan:
     pages: int
     limit: int
     device: int
+    states: int = 0
     exchanges: int = 0
     is_measured: bool = False
 
@@ -102,8 +104,8 @@ class MemoryPlan:
 
     @property
     def state(self) -> int:
-        """The number of bytes of the engine's state: pools, features and slots."""
-        return self.target_pool + self.draft_pool + self.features + self.slots
+        """The number of bytes of the engine's state: pools, features, slots and states."""
+        return self.target_pool + self.draft_pool + self.features + self.slots + self.states
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"
@@ -120,7 +122,7 @@ class MemoryPlan:
             workspace: self.workspace,
             "other arrays": self.other,
         }
-        rows |= {"exchanges": self.exchanges} if self.exchanges else {}
+        rows |= {name: count for name in ("states", "exchanges") if (count := getattr(self, name))}
         parts = ", ".join(f"{name} {size(count)}" for name, count in rows.items())
         whose = "" if self.target_weights else " of the draft model's devices"
         return f"memory{whose}: {parts}; total {size(self.total)} of {size(self.limit)} (device: {size(self.device)})"
@@ -162,13 +164,15 @@ class MemoryPlanner:
         draft = {id(leaf): leaf for leaf in jax.tree.leaves(self.params.draft) if id(leaf) not in target}
         weights = tree_bytes(target), tree_bytes(draft)
         draft_pool = tree_bytes(_caches(state.draft))
+        target_pool = tree_bytes([layer for layer in state.target if isinstance(layer, KVPool)])
         return MemoryPlan(
             target_weights=weights[0],
             draft_weights=weights[1],
-            target_pool=tree_bytes(state.target),
+            target_pool=target_pool,
             draft_pool=draft_pool,
             features=tree_bytes(state.draft) - draft_pool,
             slots=tree_bytes(state) - tree_bytes((state.target, state.draft)),
+            states=tree_bytes(state.target) - target_pool,
             workspace=self._workspace(pool),
             other=max(self.device.in_use - sum(weights), 0),
             pages=pool.pages,
@@ -248,6 +252,7 @@ class MemoryPlanner:
             largest = {
                 "max_len": _largest(pool.max_len - 1, lambda value: fits(replace(pool, max_len=value))),
                 "slots": _largest(pool.slots - 1, lambda value: fits(replace(pool, slots=value))),
+                "cached_states": _largest(pool.copies - 1, lambda value: fits(replace(pool, copies=value))),
             }
             remedies = [f"lower {name} to at most {most}" for name, most in largest.items() if most]
         if (pages := self.pages_that_fit(pool, limit)) >= 2:

@@ -1,13 +1,13 @@
 """The gated delta rule (arXiv:2412.06464) for trees of tokens, whose rejected ones leave no trace.
 
-A token with key k, value v, log decay g <= 0 and rate beta advances the state S [key_dim, value_dim] of a head:
+A token with key k, value v, log decay g <= 0 and rate beta advances the state S [value_dim, key_dim] of a head:
 
-    S = e^g S;  u = beta (v - S^T k);  S = S + k u^T;  output S^T q
+    S = e^g S;  u = beta (v - S k);  S = S + u k^T;  output S q
 
 A state stands at a position that is a multiple of `EVERY`. The tokens behind it have *records*: key, corrected value u
 and log decay. A token's output needs the state, the records of the committed tokens behind it, and its ancestors:
 
-    seen_i = e^(after + path_i) S^T k_i + sum over records j of e^(after_j + path_i) (k_j . k_i) u_j
+    seen_i = e^(after + path_i) S k_i + sum over records j of e^(after_j + path_i) (k_j . k_i) u_j
     u_i    = beta_i (v_i - seen_i - sum over ancestors j of e^(between_ij) (k_j . k_i) u_j)
 
 where path_i sums g from the root to i, after_j over the records behind j, after over all, and between_ij over the path
@@ -41,7 +41,7 @@ def fold(state: States, records: Records, *, deterministic: bool = False) -> Sta
     after, total = _behind(records.decays)
     decayed = jnp.exp(total)[..., None, None] * state
     keys = each_head(records.keys, state.shape[1]) * jnp.exp(after)[..., None]
-    return decayed + _product("bhtk,bhtv->bhkv", keys, records.values)
+    return decayed + _product("bhtv,bhtk->bhvk", records.values, keys)
 
 
 def verify(
@@ -70,7 +70,7 @@ def verify(
     keys, queries = (each_head(rows, heads) for rows in (new.keys, new.queries))
     path = _product("bij,bhj->bhi", seen.astype(jnp.float32), new.decays)
     both, scales = jnp.concatenate([keys, queries], axis=2), jnp.exp(jnp.concatenate([path, path], axis=2))
-    found = scales[..., None] * _product("bhkv,bhtk->bhtv", state, both)
+    found = scales[..., None] * _product("bhvk,bhtk->bhtv", state, both)
     if window is not None:
         after, total = _behind(window.decays)
         products = _product("bhwk,bhtk->bhtw", each_head(window.keys, heads), both) * jnp.exp(after)[:, :, None]

@@ -64,7 +64,7 @@ def _tokens(
 
 
 def _step(
-    state: Float[Array, "one key_dim value_dim"],
+    state: Float[Array, "one value_dim key_dim"],
     query: Float[Array, "one key_dim"],
     key: Float[Array, "one key_dim"],
     value: Float[Array, "one value_dim"],
@@ -73,8 +73,8 @@ def _step(
     is_record: Bool[Array, "one"],
 ) -> tuple[Array, Array, Array]:
     """Advance the state of one head by a token, or by the record of a token, whose value is corrected already."""
-    state, wide = jnp.exp(decay)[:, None, None] * state, key.astype(jnp.float32)[..., None]
-    wanted = rate[:, None] * (value.astype(jnp.float32) - jnp.sum(state * wide, axis=1))
+    state, wide = jnp.exp(decay)[:, None, None] * state, key.astype(jnp.float32)[:, None]
+    wanted = rate[:, None] * (value.astype(jnp.float32) - jnp.sum(state * wide, axis=2))
     corrected = jnp.where(is_record[:, None], value, wanted.astype(value.dtype))
-    state = state + wide * corrected.astype(jnp.float32)[:, None]
-    return state, jnp.sum(state * query.astype(jnp.float32)[..., None], axis=1), corrected
+    state = state + corrected.astype(jnp.float32)[..., None] * wide
+    return state, jnp.sum(state * query.astype(jnp.float32)[:, None], axis=2), corrected

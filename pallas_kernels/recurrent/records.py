@@ -34,7 +34,7 @@ class DeltaTokens(NamedTuple):
     rates: Float[Array, "batch heads tokens"]  # beta, float32
 
 
-States = Float[Array, "batch heads key_dim value_dim"]
+States = Float[Array, "batch heads value_dim key_dim"]
 
 
 def each_head(rows: Float[Array, "batch key_heads tokens dim"], heads: int) -> Float[Array, "batch heads tokens dim"]:

@@ -25,7 +25,7 @@ from pallas_kernels.recurrent.records import EVERY, DeltaTokens
 from tests.support.arrays import on_device
 from tests.support.views import view_of_rows
 
-KEY_HEADS, HEADS, DIM, SLOTS = 1, 2, 8, 3
+KEY_HEADS, HEADS, KEY_DIM, DIM, SLOTS = 1, 2, 8, 12, 3
 TOLERANCE = 5e-6  # largest error in float32 was 7e-7
 LEAST = 1e-3  # a broken state moves some output by more
 CHAIN, TREE = Tree.chain(4), Tree.topk(7, 3, 2)
@@ -34,7 +34,7 @@ TEXTS: dict[str, Callable[[np.random.Generator], dict[str, Any]]] = {
     "usual": lambda rng: {},
     "decay near 1": lambda rng: {"decay": -1e-4},
     "decays near 0": lambda rng: {"decay": -rng.uniform(0, 320) if rng.random() < 0.1 else -rng.uniform(0, 50)},
-    "equal keys": lambda rng: {"decay": 0.0, "rate": 1.0, "key": np.eye(DIM)[0]},
+    "equal keys": lambda rng: {"decay": 0.0, "rate": 1.0, "key": np.eye(KEY_DIM)[0]},
     "rates 0 or 1": lambda rng: {"rate": float(rng.integers(2))},
 }
 
@@ -42,8 +42,12 @@ TEXTS: dict[str, Callable[[np.random.Generator], dict[str, Any]]] = {
 def token(rng: np.random.Generator, text: str) -> dict[str, np.ndarray]:
     """Draw the inputs of one token, for all heads."""
     made = TEXTS[text](rng)
-    keys = np.broadcast_to(made["key"], (KEY_HEADS, DIM)) if "key" in made else rng.standard_normal((KEY_HEADS, DIM))
-    queries = rng.standard_normal((KEY_HEADS, DIM))
+    keys = (
+        np.broadcast_to(made["key"], (KEY_HEADS, KEY_DIM))
+        if "key" in made
+        else rng.standard_normal((KEY_HEADS, KEY_DIM))
+    )
+    queries = rng.standard_normal((KEY_HEADS, KEY_DIM))
     keys, queries = (rows / np.linalg.norm(rows, axis=-1, keepdims=True) for rows in (keys, queries))
     return {
         "queries": queries.astype(np.float32),
@@ -93,7 +97,7 @@ class DeltaRounds:
         self.nodes = len(self.parents)
         pool = PoolShape(SLOTS, 2, 16, 512, "float32", "float32", round_rows=self.nodes)
         inputs = ConvState.zeros(pool, 1, 2)
-        state = DeltaState.zeros(pool, (KEY_HEADS, HEADS), (DIM, DIM), inputs)
+        state = DeltaState.zeros(pool, (KEY_HEADS, HEADS), (KEY_DIM, DIM), inputs)
         self.state = jax.tree.map(lambda rows: jnp.full_like(rows, np.nan), state)  # of requests before
         self.numerics = Numerics("reference", deterministic)
         self.run, self.accept = steps(self.tree)
@@ -102,7 +106,7 @@ class DeltaRounds:
         self.error = 0.0
 
     def expected(self, tokens: list[dict[str, np.ndarray]]) -> tuple[np.ndarray, list[np.ndarray]]:
-        state, outputs = np.zeros((HEADS, DIM, DIM)), []
+        state, outputs = np.zeros((HEADS, KEY_DIM, DIM)), []
         for of in tokens:
             state, output = advanced(state, of)
             outputs.append(output)
@@ -195,7 +199,7 @@ class DeltaRounds:
         for row, slot in enumerate(slots):
             self.committed[slot] += [drafts[row][at] for at in chosen[row]]
             whole = len(self.committed[slot]) // EVERY * EVERY
-            self.compare(self.state.state[slot], self.expected(self.committed[slot][:whole])[0])
+            self.compare(np.swapaxes(self.state.state[slot], 1, 2), self.expected(self.committed[slot][:whole])[0])
         return np.swapaxes(np.asarray(outputs), 1, 2)
 
     def path(self, node: int) -> list[int]:

@@ -26,10 +26,10 @@ Outputs = Float[Array, "batch heads tokens value_dim"]
 
 
 class _StateAndRecords(NamedTuple):
-    state: Float[Array, "slots heads key_dim value_dim"]  # float32
+    state: Float[Array, "slots heads value_dim key_dim"]  # float32
     records: Records  # [slots, heads, rows, ...]
     inputs: ConvState
-    copies: Float[Array, "copies heads key_dim value_dim"]  # states of the prefix cache
+    copies: Float[Array, "copies heads value_dim key_dim"]  # states of the prefix cache
 
 
 class DeltaState(_StateAndRecords, LayerState):
@@ -52,7 +52,7 @@ class DeltaState(_StateAndRecords, LayerState):
             jnp.zeros((pool.slots, count, rows, dim), pool.state_dtype) for count, dim in zip(heads, dims, strict=True)
         )
         records = Records(keys, values, jnp.zeros((pool.slots, heads[1], rows), jnp.float32))
-        state, copies = (jnp.zeros((count, heads[1], *dims), jnp.float32) for count in (pool.slots, pool.copies))
+        state, copies = (jnp.zeros((count, heads[1], *dims[::-1]), jnp.float32) for count in (pool.slots, pool.copies))
         return cls(state, records, inputs, copies)
 
     @property
@@ -84,7 +84,7 @@ class DeltaState(_StateAndRecords, LayerState):
         state = self.state.at[slot].set(self.copies[entry])
         return self._replace(state=state, inputs=self.inputs.loaded(slot, entry, position))
 
-    def states(self, slots: Int[Array, "batch"]) -> Float[Array, "batch heads key_dim value_dim"]:
+    def states(self, slots: Int[Array, "batch"]) -> Float[Array, "batch heads value_dim key_dim"]:
         """Return the states of some slots; zeros for one that does not exist."""
         return self.state.at[slots].get(mode="fill", fill_value=0)
 
