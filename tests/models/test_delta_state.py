@@ -101,16 +101,20 @@ class DeltaRounds:
         self.state = jax.tree.map(lambda rows: jnp.full_like(rows, np.nan), state)  # of requests before
         self.numerics = Numerics("reference", deterministic)
         self.run, self.accept = steps(self.tree)
-        self.committed: list[list[dict[str, np.ndarray]]] = [[] for _ in range(SLOTS)]
+        self.committed: dict[int, list[dict[str, np.ndarray]]] = {}
+        self.wanted: dict[int, list[np.ndarray]] = {}  # the states before, after one, after two, ... committed tokens
         self.outputs: list[np.ndarray] = []
         self.error = 0.0
 
-    def expected(self, tokens: list[dict[str, np.ndarray]]) -> tuple[np.ndarray, list[np.ndarray]]:
-        state, outputs = np.zeros((HEADS, KEY_DIM, DIM)), []
+    def add(self, slot: int, tokens: list[dict[str, np.ndarray]]) -> list[np.ndarray]:
+        """Commit tokens to the text of a slot, and return their outputs by the recurrence."""
+        outputs = []
         for of in tokens:
-            state, output = advanced(state, of)
+            state, output = advanced(self.wanted[slot][-1], of)
+            self.committed[slot].append(of)
+            self.wanted[slot].append(state)
             outputs.append(output)
-        return state, outputs
+        return outputs
 
     def compare(self, found: Any, wanted: Any) -> None:
         error = np.abs(np.asarray(found, np.float64) - wanted).max()
@@ -121,7 +125,7 @@ class DeltaRounds:
 
     def prompt(self, slot: int, pieces: list[int], text: list[dict[str, np.ndarray]] | None = None) -> None:
         """Run a prompt in pieces of some lengths, a random one or the beginning of a text."""
-        self.committed[slot], self.outputs = [], []
+        self.committed[slot], self.wanted[slot], self.outputs = [], [np.zeros((HEADS, KEY_DIM, DIM))], []
         text = self.drawn(sum(pieces)) if text is None else text
         for count in pieces:
             start = len(self.committed[slot])
@@ -146,10 +150,9 @@ class DeltaRounds:
             every = (new + padding)[:size]
             rows = stacked([every[first : first + 16] for first in range(0, size, 16)])
             outputs, self.state = self.run(self.state, rows, batch)
-            self.committed[slot] += new
             flat = np.swapaxes(np.asarray(outputs), 1, 2).reshape(size, HEADS, DIM)
             self.outputs += list(flat[:count])
-            self.compare(flat[:count], np.stack(self.expected(self.committed[slot])[1][start:]))
+            self.compare(flat[:count], np.stack(self.add(slot, new)))
 
     def follow(self, slot: int, text: list[dict[str, np.ndarray]]) -> None:
         """Run a round whose first path has the next tokens of a text, and commit some of them."""
@@ -186,8 +189,9 @@ class DeltaRounds:
         outputs, self.state = self.run(self.state, stacked(drafts), change(batch))
         paths = [self.path(node) for node in range(self.nodes)]
         for row, slot in enumerate(slots):
-            for node, path in enumerate(paths):
-                wanted = self.expected(self.committed[slot] + [drafts[row][at] for at in path])[1][-1]
+            states = {-1: self.wanted[slot][-1]}
+            for node, parent in enumerate(self.parents):
+                states[node], wanted = advanced(states[parent], drafts[row][node])
                 self.compare(outputs[row, :, node], wanted)
         chosen = [paths[self.rng.integers(self.nodes)] for _ in slots] if chosen is None else chosen
         counts = np.array([len(path) for path in chosen], np.int32)
@@ -197,9 +201,9 @@ class DeltaRounds:
         view = replace(view_of_rows([0] * len(slots)), slots=index, lengths=lengths, numerics=self.numerics)
         self.state = self.accept(self.state, view, verdict)
         for row, slot in enumerate(slots):
-            self.committed[slot] += [drafts[row][at] for at in chosen[row]]
+            self.add(slot, [drafts[row][at] for at in chosen[row]])
             whole = len(self.committed[slot]) // EVERY * EVERY
-            self.compare(np.swapaxes(self.state.state[slot], 1, 2), self.expected(self.committed[slot][:whole])[0])
+            self.compare(np.swapaxes(self.state.state[slot], 1, 2), self.wanted[slot][whole])
         return np.swapaxes(np.asarray(outputs), 1, 2)
 
     def path(self, node: int) -> list[int]:
