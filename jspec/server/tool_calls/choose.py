@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from jspec.core.shorten import short
 from jspec.engine.text.tokenizer import Tokenizer
 from jspec.server.reading import reasoning as thinking
 from jspec.server.reading.reasoning import HARMONY
 from jspec.server.reading.text_reader import OutputParser, Reader, Reading, TextParser
-from jspec.server.tool_calls import forced, harmony, hermes, llama3_json, mistral, pythonic
+from jspec.server.tool_calls import forced, gemma, harmony, hermes, llama3_json, markup, mistral, pythonic
 from jspec.server.tool_calls.calls import AnswerCalls, make_id
 from jspec.server.tool_calls.tools import ToolChoice
 
@@ -19,16 +20,22 @@ FORMATS: dict[str, Callable[[Reader, AnswerCalls], Reading[None]]] = {
     "mistral": mistral.read,
     "pythonic": pythonic.read,
     HARMONY: harmony.read,
+    "gemma4": gemma.read,
+    **{name: partial(markup.read, written=written) for name, written in markup.FORMATS.items()},
 }
 PROMPT_END = 16  # tokens of a prompt that tell whether it ends inside reasoning
 MARKERS = (  # texts of the formats that may be special tokens
     *("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
-    *(pythonic.START, pythonic.END, *harmony.MARKERS),
+    *(pythonic.START, pythonic.END, *harmony.MARKERS, *gemma.MARKERS),
+    *(marker for written in markup.FORMATS.values() for marker in written.markers),
     *(marker for format_ in thinking.FORMATS.values() for marker in ("<|channel>", *format_.markers)),
 )
 SIGNS: tuple[tuple[str, str], ...] = (  # a text in a chat template, and its format; the first one found counts
-    ("<function=", ""),  # calls as XML, which no format here reads
-    ("<arg_key>", ""),
+    ("<seed:tool_call>", "seed_oss"),
+    ("<arg_key>", "glm45"),
+    ("<parameter=", "qwen3_coder"),
+    ("<function=", ""),  # other calls with tags, which no format here reads
+    ("<|tool_call>call:", "gemma4"),
     ("<|channel|>", HARMONY),
     ("<tool_call>", "hermes"),
     ("[TOOL_CALLS]", "mistral"),
@@ -74,10 +81,10 @@ def parser_for(
         ValueError: the format is unknown, or the answer may have calls and the template has none of the formats.
     """
     read, new_id = _reader_of(choice, chat_template, name)
-    names, is_split = frozenset(choice.schemas), reasoning is not None and not choice.is_forced
+    is_split = reasoning is not None and not choice.is_forced
 
     def read_answer(reader: Reader) -> Reading[None]:
-        calls = AnswerCalls(reader, names, new_id)
+        calls = AnswerCalls(reader, choice.schemas, new_id)
         if read is harmony.read or (is_split and reasoning == HARMONY):
             yield from harmony.read(reader, calls, prompt, splits_reasoning=is_split)
             return

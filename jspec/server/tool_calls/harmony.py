@@ -46,7 +46,7 @@ def read(reader: Reader, calls: AnswerCalls, prompt: str = "", *, splits_reasoni
             is_cut = reader.at == len(reader.text) and reader.text.startswith((START, CHANNEL))
             reader.at = reader.at if is_cut else 0  # what is cut off in a header has no text
             reader.commit()
-        elif header.recipient.startswith(TOOLS) and header.recipient.removeprefix(TOOLS) in calls.names:
+        elif header.recipient.startswith(TOOLS) and header.recipient.removeprefix(TOOLS) in calls.schemas:
             yield from reader.skip_blanks()
             reader.commit()
             yield from calls.stream_arguments(header.recipient.removeprefix(TOOLS))

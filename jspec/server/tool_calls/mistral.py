@@ -33,7 +33,7 @@ def read(reader: Reader, calls: AnswerCalls) -> Reading[None]:
 def _read_named(reader: Reader, calls: AnswerCalls) -> Reading[None]:
     """Read ``name[ARGS]{...}``, as far as there is one."""
     name = yield from reader.take_run(NAME)
-    if name not in calls.names:
+    if name not in calls.schemas:
         return
     if (yield from reader.take("[CALL_ID]")):
         yield from reader.take_run(ID)

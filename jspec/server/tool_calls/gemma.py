@@ -1,0 +1,94 @@
+"""Tool calls as Gemma 4 writes them: ``<|tool_call>call:f{x:1,city:<|"|>Paris<|"|>}<tool_call|>``.
+
+Texts stand between two markers, without escapes; names in objects stand as they are, or as texts.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+from jspec.server.reading.json_scanner import value_text
+from jspec.server.reading.text_reader import Reader, Reading
+from jspec.server.tool_calls.calls import AnswerCalls
+
+START, END, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
+MARKERS = (START, END, QUOTE)
+MAX_LEVELS = 50  # most objects and lists inside one another
+NAME = re.compile(r"[\w.-]*")
+KEY = re.compile(r'[^:,{}\[\]"<]*')
+SCALAR = re.compile(r"[\w.+-]*")
+
+
+def read(reader: Reader, calls: AnswerCalls) -> Reading[None]:
+    """Read an answer with any number of calls, and text between them."""
+    while (yield from reader.pass_until(START)):
+        yield from reader.skip_blanks()
+        if not (yield from reader.take("call:")):
+            continue
+        name = yield from reader.take_run(NAME)
+        if name not in calls.schemas or not (yield from reader.take("{")):
+            continue
+        calls.begin(name)
+        if not (yield from _stream_members(reader, calls, 1, "{", "}")):
+            calls.break_off()
+            continue
+        yield from reader.skip_blanks()
+        if (yield from reader.take(END)):
+            reader.commit()
+        yield from reader.drop_blanks_at_end()
+
+
+def _stream_members(reader: Reader, calls: AnswerCalls, level: int, opening: str, closing: str) -> Reading[bool]:
+    """Hand on what follows the opening bracket of an object or a list as JSON; return whether it is complete."""
+    before, is_object = opening, opening == "{"
+    while True:
+        yield from reader.skip_blanks()
+        if before in (opening, "") and (yield from reader.take(closing)):
+            reader.commit()
+            calls.add(f"{before}{closing}")
+            return True
+        if before == "":
+            if not (yield from reader.take(",")):
+                return False
+            before = ", "
+            yield from reader.skip_blanks()
+        if is_object:
+            key = yield from _read_key(reader)
+            if key is None:
+                return False
+            before += f"{json.dumps(key, ensure_ascii=False)}: "
+        if not (yield from _stream_value(reader, calls, level, before)):
+            return False
+        before = ""
+
+
+def _read_key(reader: Reader) -> Reading[str | None]:
+    """Read the name of a member and the colon after it; return None if there is none."""
+    if (yield from reader.take(QUOTE)):
+        key = yield from reader.take_until(QUOTE)
+    else:
+        key = (yield from reader.take_run(KEY)).strip()
+    yield from reader.skip_blanks()
+    return key if (yield from reader.take(":")) else None
+
+
+def _stream_value(reader: Reader, calls: AnswerCalls, level: int, before: str) -> Reading[bool]:
+    """Hand on a value, after the JSON before it; return whether it is complete."""
+    yield from reader.skip_blanks()
+    if (yield from reader.take(QUOTE)):
+        reader.commit()
+        calls.add(before)
+        return (yield from calls.stream_text(QUOTE))
+    for opening, closing in ("{}", "[]"):
+        if level < MAX_LEVELS and (yield from reader.take(opening)):
+            reader.commit()
+            calls.add(before)
+            return (yield from _stream_members(reader, calls, level + 1, opening, closing))
+    word = yield from reader.take_run(SCALAR)
+    text = value_text("null" if word == "None" else word)  # the chat template writes None
+    if text is None or (reader.ended and reader.at == len(reader.text)):
+        return False
+    reader.commit()
+    calls.add(f"{before}{text}")
+    return True
