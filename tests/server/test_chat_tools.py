@@ -221,7 +221,8 @@ def test_tools_of_a_template_in_no_known_format_are_refused_by_name() -> None:
         server.service.engine.tokenizer._tokenizer.chat_template = "{{ tools }}{{ messages }}"  # type: ignore[union-attr]
         try:
             with pytest.raises(
-                openai.BadRequestError, match="hermes, llama3_json, mistral, pythonic, harmony"
+                openai.BadRequestError,
+                match="hermes, llama3_json, mistral, pythonic, harmony, gemma4, glm45, seed_oss, qwen3_coder",
             ) as raised:
                 ask(server.client(), tools=TOOLS)
         finally:

@@ -76,12 +76,22 @@ STRICT: dict[str, Any] = {  # a strict tool, by route
 }
 
 
+THOUGHT = ANSWER.removesuffix(f"{CALL}\n{CALL}")
+WRONG = {  # answers with a call of each format, whose argument is wrong
+    "hermes": f"{THOUGHT}{CALL}".replace('"x": 1', '"x": 3'),
+    "harmony": SPOKEN.replace("<|other|>", "").replace('"x": 1', '"x": 3'),
+    "glm45": f"{THOUGHT}<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>3</arg_value>\n</tool_call>",
+    "seed_oss": f"{THOUGHT}<seed:tool_call><function=f><parameter=x>3</parameter></function></seed:tool_call>",
+    "qwen3_coder": f"{THOUGHT}<tool_call><function=f><parameter=x>\n3\n</parameter></function></tool_call>",
+    "gemma4": f"{THOUGHT}<|tool_call>call:f{{x:3}}<tool_call|>",
+}
+
+
 @pytest.mark.parametrize("route", STRICT)
-@pytest.mark.parametrize("format_", ["hermes", "harmony"])
+@pytest.mark.parametrize("format_", WRONG)
 def test_arguments_of_a_strict_tool_follow_its_schema_on_every_route(route: str, format_: str) -> None:
     engine = tool_serving.special_engine() if format_ == "harmony" else tool_serving.engine()
-    text = SPOKEN.replace("<|other|>", "") if format_ == "harmony" else ANSWER
-    with serving.running(engine) as server, tool_serving.telling(engine, text.replace('"x": 1', '"x": 3')):
+    with serving.running(engine, tool_parser=format_) as server, tool_serving.telling(engine, WRONG[format_]):
         content, reasoning, calls = found_in(server, route, tools=[STRICT[route]])
         assert (content, reasoning) == ("Look:", "Need f." if format_ == "harmony" else "I call.")
         assert calls and all(json.loads(arguments) in ({"x": 1}, {"x": 2}) for _, arguments in calls)

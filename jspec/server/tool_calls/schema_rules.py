@@ -1,0 +1,91 @@
+"""Parts of tools' schemas as rules of Lark grammars, for calls whose arguments are not one JSON text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple, NoReturn
+
+from jspec.engine.grammar import disjoint, json_schema, schema_lark
+from jspec.engine.grammar.schema_regex import IGNORED
+from jspec.server.tool_calls.grammar import moved_to
+
+MEMBER_KEYWORDS = {"type", "properties", "required", "additionalProperties"}
+
+
+class SchemaMember(NamedTuple):
+    """A property of an object: its schema, where that stands, and whether every object has the property."""
+
+    name: str
+    schema: Any
+    path: str
+    is_required: bool
+
+
+def json_rule(rule: str, schema: Any, root: Any = None) -> str:
+    """Return a schema as a rule whose texts are JSON.
+
+    Args:
+        rule: name of the rule.
+        schema: the schema.
+        root: the schema that its references point into; None: itself.
+
+    Raises:
+        ValueError: the schema is wrong, or has a keyword that no grammar enforces; the message says where.
+    """
+    if root is not None and '"$ref"' in json.dumps(schema):
+        parts = {"root": moved_to(root, "#/$defs/root"), "part": moved_to(schema, "#/$defs/root")}
+        schema = {"$ref": "#/$defs/part", "$defs": parts}
+    return schema_lark.lark_of(disjoint.with_any_of(json_schema.parse(json_schema.text_of(schema))), rule)
+
+
+def checked(schema: Any) -> Any:
+    """Return a schema that a grammar can follow in JSON, with `anyOf` for `oneOf`; raise ValueError if none can."""
+    made = disjoint.with_any_of(json_schema.parse(json_schema.text_of(schema)))
+    schema_lark.lark_of(made)
+    return made
+
+
+def values_of(schema: Mapping[str, Any]) -> list[Any] | None:
+    """Return the values that a schema lists, without those of another type than it says; None: it lists none."""
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    return values and [value for value in values if any(json_schema.TYPES[name](value) for name in types_of(schema))]
+
+
+def types_of(schema: Mapping[str, Any]) -> list[str]:
+    """Return the types that a schema says; all, if it says none."""
+    types = schema.get("type", [*json_schema.TYPES])
+    return [types] if isinstance(types, str) else types
+
+
+def check_keywords(schema: Mapping[str, Any], known: set[str], path: str, where: str) -> None:
+    """Refuse a schema with keywords that the grammar of a format does not follow.
+
+    Args:
+        known: the keywords that it follows.
+        path: location of the schema.
+        where: what has the schema, for the error.
+    """
+    for keyword in schema.keys() - IGNORED - known:
+        refuse(keyword, path, where)
+
+
+def refuse(keyword: str, path: str, where: str) -> NoReturn:
+    """Raise the error that says that the grammar of a format does not follow a keyword."""
+    raise ValueError(
+        f"json_schema: {keyword!r} at {path}: expected no such keyword in {where} of a strict tool, because this model "
+        'writes calls in another form than JSON; leave it out, or set tool_choice to "required" or a tool'
+    )
+
+
+def members_of(schema: Mapping[str, Any], path: str) -> list[SchemaMember]:
+    """Return the properties of a schema of objects, which has no others."""
+    check_keywords(schema, MEMBER_KEYWORDS, path, "an object")
+    properties, required = schema.get("properties", {}), schema.get("required", ())
+    if schema.get("additionalProperties", True) is not False:
+        refuse("additionalProperties", path, "an object")
+    if not {*required} <= properties.keys():
+        refuse("required", path, "an object that does not list such a property")
+    return [
+        SchemaMember(name, part, f"{path}/properties/{name}", name in required) for name, part in properties.items()
+    ]
