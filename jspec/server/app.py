@@ -23,7 +23,6 @@ from jspec.server.http.counts import CountRequests, Counts
 from jspec.server.http.errors import ApiError, body_for
 from jspec.server.http.guards import Guard
 from jspec.server.http.settings import Settings
-from jspec.server.reading.reasoning import format_name
 from jspec.server.routes.answers import Generate
 from jspec.server.routes.anthropic import CountTokens, MessageAnswer
 from jspec.server.routes.chat import ChatAnswer
@@ -32,7 +31,7 @@ from jspec.server.routes.responses import ResponseAnswer
 from jspec.server.routes.service import READY, UNHEALTHY, WARMING, Service
 from jspec.server.routes.status import Status
 from jspec.server.routes.tokens import Detokenize, Tokenize
-from jspec.server.tool_calls.choose import check_name
+from jspec.server.tool_calls.choose import check_formats, template_of
 
 CODES = {404: "route_not_found", 405: "method_not_allowed"}
 
@@ -47,11 +46,12 @@ def make_app(engine: Engine | Replicas, settings: Settings | None = None) -> Sta
         settings: the server's options; ``app.state.service`` is what the routes share.
 
     Raises:
-        ValueError: there is no format of tool calls or of reasoning with the name in the settings.
+        ValueError: there is no format of tool calls or of reasoning with the name in the settings, or reasoning in this
+            format cannot be left in the content.
     """
     settings = settings or Settings()
-    check_name(settings.tool_parser)
-    format_name(None, settings.reasoning_parser)
+    names = settings.tool_parser, settings.reasoning_parser
+    check_formats(template_of(engine.tokenizer), *names, splits_reasoning=settings.reasoning)
     service, counts = Service(engine, settings), Counts()
     routes = [*_posts(service), *Status(service, counts).routes()]
     handlers = {ApiError: _api_error, HTTPException: _http_error, Exception: _bug}

@@ -18,8 +18,7 @@ from jspec.core.config import EngineConfig
 from jspec.engine.request.model_sampling import model_sampling
 from jspec.engine.text.tokenizer import Tokenizer
 from jspec.server.http.settings import KEY_VARIABLE, Settings, digest_of, is_loopback, keys_of_environment
-from jspec.server.reading.reasoning import format_name
-from jspec.server.tool_calls.choose import check_name
+from jspec.server.tool_calls.choose import check_formats, template_of
 from jspec.tools import demo, generate
 from jspec.tools.options import add_model_arguments
 
@@ -79,7 +78,7 @@ def _add_limit_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--tool-parser", metavar="NAME", help="format of tool calls; default: by the chat template")
     about = "format of reasoning; default: by the chat template"
     group.add_argument("--reasoning-parser", metavar="NAME", help=about)
-    group.add_argument("--no-reasoning", action="store_true", help="leave the reasoning in the content")
+    group.add_argument("--no-reasoning", action="store_true", help="leave reasoning in the content (not of gpt-oss)")
     group.add_argument(
         "--reasoning-field", default="reasoning_content", metavar="NAME", help="field of the answer with the reasoning"
     )
@@ -150,6 +149,8 @@ def run(arguments: argparse.Namespace) -> int:
         with bind(settings.host, settings.port) as listener:
             address = f"{_host_of_url(settings.host)}:{listener.getsockname()[1]}"
             tokenizer = generate.prepare(arguments)
+            names = settings.tool_parser, settings.reasoning_parser
+            check_formats(template_of(tokenizer), *names, splits_reasoning=settings.reasoning)
             settings = replace(settings, sampling=model_sampling(arguments.generation_config, arguments.target))
             with make_engine(arguments, tokenizer) as engine:
                 texts = compiling(address, settings), greeting(address, settings)
@@ -200,8 +201,8 @@ def make_settings(arguments: argparse.Namespace) -> Settings:
         ValueError: an option has an impossible value, or an address that others reach has no key.
         OSError: the file with the keys cannot be read.
     """
-    check_name(arguments.tool_parser)
-    format_name(None, arguments.reasoning_parser)
+    names = arguments.tool_parser, arguments.reasoning_parser
+    check_formats(None, *names, splits_reasoning=not arguments.no_reasoning)
     keys = read_keys(arguments.api_key_file)
     _check_access(arguments, keys)
     warm = tuple(arguments.warm.split(",")) if arguments.warm else ()

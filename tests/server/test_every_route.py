@@ -152,6 +152,21 @@ def test_server_with_a_format_that_does_not_exist_is_refused() -> None:
             make_app(tool_serving.engine(), Settings(**{field: "other"}))  # type: ignore[arg-type]
 
 
+def test_reasoning_in_messages_of_their_own_cannot_be_left_in_the_content() -> None:
+    """The channels of harmony are no part of a text that users read."""
+    plain = tool_serving.engine()
+    cases: list[tuple[Any, dict[str, Any]]] = [
+        (tool_serving.special_engine(), {}),
+        (plain, {"reasoning_parser": "openai_gptoss"}),
+        (plain, {"tool_parser": "harmony"}),
+    ]
+    for engine, names in cases:
+        with pytest.raises(ValueError, match=r"^reasoning: expected True, got False \(--no-reasoning\)"):
+            make_app(engine, Settings(reasoning=False, **names))
+        make_app(engine, Settings(**names))
+    make_app(tool_serving.engine(), Settings(reasoning=False))
+
+
 def test_reasoning_that_a_special_token_of_the_prompt_has_begun_is_reasoning() -> None:
     engine = tool_serving.special_engine("{{ messages[0].content }}[THINK]")
     with serving.running(engine) as server, tool_serving.telling(engine, "I add.[/THINK]3"):
@@ -173,10 +188,6 @@ def test_parser_of_reasoning_by_name_overrides_the_templates() -> None:
     engine, text = tool_serving.special_engine(), "[THINK]I add.[/THINK]3"
     with serving.running(engine, reasoning_parser="mistral") as server, tool_serving.telling(engine, text):
         assert found_in(server, "chat", tools=None) == ("3", "I add.", [])
-    with serving.running(engine, reasoning=False) as server, tool_serving.telling(engine, SPOKEN):
-        content, reasoning, calls = found_in(server, "chat")
-        assert content.startswith("<|channel|>analysis<|message|>Need f.<|end|>Look:") and not reasoning
-        assert calls == FOUND[2]
 
 
 @pytest.mark.parametrize("prefill", ["<think>\nI", "<think>\nI "])

@@ -131,11 +131,6 @@ def test_messages_of_harmony_that_the_prompt_has_begun_go_on() -> None:
     assert check_every_split(partial(make, prompt=inside), f" add.<|end|>{FINAL}3") == Joined("3", " add.")
 
 
-def test_reasoning_of_harmony_that_is_not_split_stays_with_its_markers() -> None:
-    text = f'{ANALYSIS}Need f.<|end|>{COMMENTARY} {TO_F}{{"x": 1}}<|call|>'
-    assert check_every_split(partial(auto, "harmony"), text) == Joined(f"{ANALYSIS}Need f.<|end|>", calls=F)
-
-
 # -- any text
 
 PIECES = [*reasoning.FORMATS["think"].markers, "<thi", "</", " \n", "a", CALL]

@@ -86,7 +86,7 @@ def parser_for(
     def read_answer(reader: Reader) -> Reading[None]:
         calls = AnswerCalls(reader, choice.schemas, new_id)
         if read is harmony.read or (is_split and reasoning == HARMONY):
-            yield from harmony.read(reader, calls, prompt, splits_reasoning=is_split)
+            yield from harmony.read(reader, calls, prompt)
             return
         if is_split:
             assert reasoning is not None
@@ -101,6 +101,27 @@ def check_name(name: str | None) -> None:
     """Raise ValueError if there is no format of tool calls with this name."""
     if name is not None and name not in FORMATS:
         raise ValueError(f"tool_parser: expected one of {', '.join(FORMATS)}, got {short(name)}")
+
+
+def check_formats(
+    chat_template: str | None, tool_parser: str | None, reasoning_parser: str | None, *, splits_reasoning: bool
+) -> None:
+    """Check how a server's answers with calls and reasoning are read.
+
+    Args:
+        chat_template: the tokenizer's chat template, if it has one.
+        tool_parser, reasoning_parser: names of formats; None: those of the chat template.
+        splits_reasoning: whether reasoning is split off, or left in the content.
+
+    Raises:
+        ValueError: there is no such format, or reasoning in this format cannot be left in the content.
+    """
+    check_name(tool_parser)
+    if HARMONY in (tool_parser, thinking.format_name(chat_template, reasoning_parser)) and not splits_reasoning:
+        raise ValueError(
+            "reasoning: expected True, got False (--no-reasoning), because in this model's format the reasoning is a "
+            "message of its own, which cannot be left in the content; leave it out"
+        )
 
 
 def format_of(chat_template: str | None, name: str | None) -> str:

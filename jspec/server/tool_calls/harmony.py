@@ -29,12 +29,11 @@ class MessageHeader(NamedTuple):
     recipient: str
 
 
-def read(reader: Reader, calls: AnswerCalls, prompt: str = "", *, splits_reasoning: bool = True) -> Reading[None]:
+def read(reader: Reader, calls: AnswerCalls, prompt: str = "") -> Reading[None]:
     """Read an answer in messages; text without a header is content.
 
     Args:
         prompt: the rendered prompt, or its end, which may have the header of the first message and more of it.
-        splits_reasoning: whether reasoning is passed on as such, or left in the content with its markers.
     """
     begun = _begun_header(prompt)
     reader.text, reader.num_dropped, goes_on = begun + reader.text, -len(begun), begun != ""
@@ -52,11 +51,9 @@ def read(reader: Reader, calls: AnswerCalls, prompt: str = "", *, splits_reasoni
             yield from calls.stream_arguments(header.recipient.removeprefix(TOOLS))
             yield from reader.drop_blanks_at_end()
             is_reasoning = False
-        elif is_reasoning and not splits_reasoning:
-            reader.pass_on(reader.at)
         else:
             yield from _begin_text(reader, seen, is_reasoning=is_reasoning, goes_on=goes_on)
-        yield from _pass_body(reader, is_reasoning=is_reasoning, splits_reasoning=splits_reasoning)
+        yield from _pass_body(reader, is_reasoning=is_reasoning)
         goes_on = False
 
 
@@ -106,12 +103,10 @@ def _begin_text(reader: Reader, seen: set[bool], *, is_reasoning: bool, goes_on:
     seen.add(is_reasoning)
 
 
-def _pass_body(reader: Reader, *, is_reasoning: bool, splits_reasoning: bool) -> Reading[None]:
+def _pass_body(reader: Reader, *, is_reasoning: bool) -> Reading[None]:
     """Pass on the body of a message, or what is left of it, and remove its end."""
-    has_end = yield from reader.pass_until(*ENDS, is_reasoning=is_reasoning and splits_reasoning)
+    has_end = yield from reader.pass_until(*ENDS, is_reasoning=is_reasoning)
     if not is_reasoning:
         reader.commit()
-    elif not splits_reasoning:
-        reader.pass_on(reader.at)
     elif has_end:
         yield from reader.end_reasoning()
