@@ -19,6 +19,7 @@ from starlette.types import ASGIApp
 
 from jspec.engine.callers.api import Engine
 from jspec.engine.callers.replicas import Replicas
+from jspec.engine.reading.answers import template_of
 from jspec.server.http.counts import CountRequests, Counts
 from jspec.server.http.errors import ApiError, body_for
 from jspec.server.http.guards import Guard
@@ -31,7 +32,7 @@ from jspec.server.routes.responses import ResponseAnswer
 from jspec.server.routes.service import READY, UNHEALTHY, WARMING, Service
 from jspec.server.routes.status import Status
 from jspec.server.routes.tokens import Detokenize, Tokenize
-from jspec.server.tool_calls.choose import check_formats, template_of
+from jspec.server.tool_calls.choose import check_formats
 
 CODES = {404: "route_not_found", 405: "method_not_allowed"}
 

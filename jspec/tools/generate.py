@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jspec
 from convert import hub
+from jspec.engine.reading.answers import ChatSplitter
 from jspec.engine.request.model_sampling import model_sampling
 from jspec.engine.text.tokenizer import HFTokenizer, Tokenizer, load_tokenizer
 from jspec.engine.text.tokenizer_files import TOKENIZER_FILES
@@ -24,6 +26,7 @@ if TYPE_CHECKING:  # the command line parses its options before it imports jax
     import jax
 
     from jspec import Drafter, Engine, SamplingParams
+    from jspec.engine.request.request import Chunk
 
 PRETRAINED = {  # the drafter of each option that names a folder
     "eagle3": "Eagle3",
@@ -46,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `jspec generate` on a parser."""
     parser.add_argument("prompt", nargs="?", help="text to complete")
     parser.add_argument("--prompt-file", metavar="FILE", help="read the prompt from a file; -: from the standard input")
-    parser.add_argument("--chat", action="store_true", help="format the prompt by the tokenizer's chat template")
+    parser.add_argument("--chat", action="store_true", help="format the prompt by the chat template; reasoning: stderr")
     parser.add_argument("--system", metavar="TEXT", help="system message of the chat; implies --chat")
     add_model_arguments(parser)
     add_sampling_arguments(parser)
@@ -241,9 +244,10 @@ def run(arguments: argparse.Namespace) -> int:
         if follows(engine):
             return 0
         meter, texts = SpeedMeter(engine, params.max_tokens), [""] * params.n
-        for chunk in settled(meter.watch(engine.stream(prompt, params))):
+        for chunk in settled(meter.watch(_chunks(engine, prompt, params))):
             texts[chunk.index] += chunk.text or ""
             if params.n == 1:
+                print(chunk.reasoning or "", end="", flush=True, file=sys.stderr)
                 print(chunk.text, end="", flush=True)
         if params.n == 1:
             print()
@@ -277,6 +281,14 @@ def _formatted(text: str, arguments: argparse.Namespace, tokenizer: Tokenizer) -
         return text
     system = [] if arguments.system is None else [{"role": "system", "content": arguments.system}]
     return tokenizer.chat([*system, {"role": "user", "content": text}])
+
+
+def _chunks(engine: Engine, prompt: str | list[int], params: SamplingParams) -> Iterator[Chunk]:
+    """Stream a completion, or the answer to a chat with its reasoning apart from the text."""
+    if isinstance(prompt, str):
+        return engine.stream(prompt, params)
+    splitter = ChatSplitter(engine.tokenizer, prompt, params)
+    return splitter.streamed(engine.stream(prompt, splitter.params))
 
 
 def _text_or_file(value: str | None) -> str | None:

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import jspec
 from jspec.core.config import EngineConfig
+from jspec.engine.reading.answers import template_of
 from jspec.engine.request.model_sampling import model_sampling
 from jspec.engine.text.tokenizer import Tokenizer
 from jspec.server.http.settings import KEY_VARIABLE, Settings, digest_of, is_loopback, keys_of_environment
-from jspec.server.tool_calls.choose import check_formats, template_of
+from jspec.server.tool_calls.choose import check_formats
 from jspec.tools import demo, generate
 from jspec.tools.options import add_model_arguments
 

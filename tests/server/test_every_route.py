@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -144,6 +145,44 @@ def test_forced_calls_of_a_template_without_tools_work_on_every_route(route: str
             assert tokens == chat["usage"]["prompt_tokens"]
             error = http.post("/v1/chat/completions", json={**asked, "tool_choice": "auto"}).json()["error"]
     assert error["param"] == "tools" and 'set tool_choice to "required" or a tool' in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("is_harmony", "said", "options", "text", "reasoning"),
+    [
+        (False, ANSWER.removesuffix(CALL), {}, f"Look:\n{CALL}\n", "I call."),
+        (False, "I add.</think>\n3", {"chat_template_kwargs": {"enable_thinking": True}}, "3", "I add."),
+        (False, "3", {"chat_template_kwargs": {"enable_thinking": False}}, "3", ""),
+        (False, "d.</think>3", {"continue_final_message": True}, "3", "d."),
+        (False, '{"x": 1}', {"json_schema": SCHEMA, "chat_template_kwargs": {"enable_thinking": True}}, '{"x": 1}', ""),
+        (True, SPOKEN, {}, SPOKEN[SPOKEN.index("Look") :].replace("<|end|>", "\n").removesuffix("<|call|>"), "Need f."),
+        (
+            True,
+            "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant<|channel|>final<|message|>Hi",
+            {},
+            "Hi",
+            "Hm",
+        ),
+    ],
+)
+def test_engine_splits_reasoning_from_the_text_of_chats(
+    is_harmony: bool, said: str, options: dict[str, Any], text: str, reasoning: str
+) -> None:
+    engine = tool_serving.special_engine() if is_harmony else tool_serving.engine()
+    messages = (
+        [*MESSAGES, {"role": "assistant", "content": "<think>I ad"}]
+        if "continue_final_message" in options
+        else MESSAGES
+    )
+    fields: dict[str, Any] = {"max_tokens": 200, "n": 2, **options}
+    with tool_serving.telling(engine, said):
+        (done,) = engine.chat(messages, **fields)
+        ((other,),) = [asyncio.run(engine.achat([messages], **fields))]
+        chunks = [chunk for chunk in engine.chat_stream(messages, **fields) if chunk.index == 1]
+    for each in (*done.samples, *other.samples):
+        assert (each.text, each.reasoning or "") == (text, reasoning)
+    assert ("".join(c.text or "" for c in chunks), "".join(c.reasoning or "" for c in chunks)) == (text, reasoning)
+    assert engine.generate("a", max_tokens=1)[0].reasoning is None
 
 
 def test_server_with_a_format_that_does_not_exist_is_refused() -> None:

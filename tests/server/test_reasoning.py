@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jspec.server.reading import reasoning
-from jspec.server.reading.reasoning import FORMATS
+from jspec.engine.reading import reasoning
+from jspec.engine.reading.reasoning import FORMATS
 from tests.support.answers import Joined, auto, check_every_split, joined, parsed, split
 
 pytestmark = pytest.mark.once
@@ -110,7 +110,10 @@ MESSAGES = [
     (f"{ANALYSIS}A.<|end|><|start|>assistant<|channel|>fi", Joined(reasoning="A.")),
     (f"{ANALYSIS}A.{FINAL}B", Joined("B", "A.")),
     ("Hello, < world", Joined("Hello, < world")),
-    (f"<|channel|>commentary to=functions.unknown json<|message|>{{}}<|end|>{FINAL}B", Joined("{}\nB")),
+    (
+        f"<|channel|>commentary to=functions.unknown json<|message|>{{}}<|end|>{FINAL}B",
+        Joined("<|channel|>commentary to=functions.unknown json<|message|>{}\nB"),
+    ),
     (f"<|channel|>analysis to=python code<|message|>1 + 1<|call|>{FINAL}B", Joined("B", "1 + 1")),
     (f"<|channel|>commentary {TO_F}not JSON", Joined("not JSON")),
 ]

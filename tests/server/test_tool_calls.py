@@ -12,8 +12,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from jspec.server.reading import text_reader
-from jspec.server.reading.text_reader import AnswerPart, CallDelta, OutputParser
+from jspec.engine.reading import text_reader
+from jspec.engine.reading.text_reader import AnswerPart, CallDelta, OutputParser
 from jspec.server.tool_calls.choose import FORMATS
 from tests.support.answers import TOOLS, Joined, auto, check_every_split, joined, parsed, split, tool
 

@@ -12,9 +12,10 @@ import pytest
 from jspec import Engine, SamplingParams
 from jspec.engine.grammar import json_schema
 from jspec.engine.grammar.cfg_matcher import LarkGrammar, Matcher
-from jspec.server.reading.reasoning import FORMATS
-from jspec.server.reading.text_reader import AnswerPart
-from jspec.server.tool_calls import gemma, harmony, markup
+from jspec.engine.reading import harmony
+from jspec.engine.reading.reasoning import FORMATS
+from jspec.engine.reading.text_reader import AnswerPart
+from jspec.server.tool_calls import gemma, markup
 from jspec.server.tool_calls.auto_grammar import auto_grammar
 from jspec.server.tool_calls.choose import parser_for
 from jspec.server.tool_calls.grammar import tool_grammar

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from jspec.server.reading.text_reader import AnswerPart, OutputParser
+from jspec.engine.reading.text_reader import AnswerPart, OutputParser
 from jspec.server.tool_calls.choose import parser_for
 from jspec.server.tool_calls.tools import read_choice
 

@@ -13,8 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from jspec.engine.grammar import json_schema
-from jspec.server.reading.reasoning import HARMONY, ReasoningFormat
-from jspec.server.tool_calls import gemma, gemma_grammar, harmony, markup, markup_grammar
+from jspec.engine.reading import harmony
+from jspec.engine.reading.reasoning import HARMONY, ReasoningFormat
+from jspec.server.tool_calls import gemma, gemma_grammar, markup, markup_grammar
 from jspec.server.tool_calls.markup import MarkedCalls
 from jspec.server.tool_calls.schema_rules import json_rule
 from jspec.server.tool_calls.tools import ToolChoice

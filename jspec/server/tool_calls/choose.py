@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 from jspec.core.shorten import short
-from jspec.engine.text.tokenizer import Tokenizer
-from jspec.server.reading import reasoning as thinking
-from jspec.server.reading.reasoning import HARMONY
-from jspec.server.reading.text_reader import OutputParser, Reader, Reading, TextParser
-from jspec.server.tool_calls import forced, gemma, harmony, hermes, llama3_json, markup, mistral, pythonic
-from jspec.server.tool_calls.calls import AnswerCalls, make_id
+from jspec.engine.reading import answers, harmony
+from jspec.engine.reading import reasoning as thinking
+from jspec.engine.reading.calls import AnswerCalls, make_id
+from jspec.engine.reading.reasoning import HARMONY
+from jspec.engine.reading.text_reader import OutputParser, Reader, Reading, TextParser
+from jspec.server.tool_calls import forced, gemma, hermes, llama3_json, markup, mistral, pythonic
 from jspec.server.tool_calls.tools import ToolChoice
 
 FORMATS: dict[str, Callable[[Reader, AnswerCalls], Reading[None]]] = {
@@ -23,12 +23,10 @@ FORMATS: dict[str, Callable[[Reader, AnswerCalls], Reading[None]]] = {
     "gemma4": gemma.read,
     **{name: partial(markup.read, written=written) for name, written in markup.FORMATS.items()},
 }
-PROMPT_END = 16  # tokens of a prompt that tell whether it ends inside reasoning
 MARKERS = (  # texts of the formats that may be special tokens
     *("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
-    *(pythonic.START, pythonic.END, *harmony.MARKERS, *gemma.MARKERS),
+    *(pythonic.START, pythonic.END, *gemma.MARKERS, *answers.MARKERS),
     *(marker for written in markup.FORMATS.values() for marker in written.markers),
-    *(marker for format_ in thinking.FORMATS.values() for marker in ("<|channel>", *format_.markers)),
 )
 SIGNS: tuple[tuple[str, str], ...] = (  # a text in a chat template, and its format; the first one found counts
     ("<seed:tool_call>", "seed_oss"),
@@ -44,18 +42,6 @@ SIGNS: tuple[tuple[str, str], ...] = (  # a text in a chat template, and its for
     ("<|python_tag|>", "llama3_json"),
     ('Respond in the format {"name": function name', "llama3_json"),
 )
-
-
-def template_of(tokenizer: Tokenizer | None) -> str | None:
-    """Return the chat template of a tokenizer, or all of several; None: there is none."""
-    template = getattr(tokenizer, "chat_template", None)
-    return "\n".join(template.values()) if isinstance(template, dict) else template
-
-
-def prompt_text(tokenizer: Tokenizer, prompt: Sequence[int], *, is_whole: bool = False) -> str:
-    """Return the text of a prompt with the markers of the formats, or its end, which tells how an answer begins."""
-    shown = tokenizer.with_special_tokens(MARKERS) if tokenizer.hidden_ids else tokenizer
-    return shown.decode(prompt if is_whole else prompt[-PROMPT_END:])
 
 
 def parser_for(
@@ -81,18 +67,11 @@ def parser_for(
         ValueError: the format is unknown, or the answer may have calls and the template has none of the formats.
     """
     read, new_id = _reader_of(choice, chat_template, name)
-    is_split = reasoning is not None and not choice.is_forced
+    thought = None if choice.is_forced else reasoning
 
     def read_answer(reader: Reader) -> Reading[None]:
         calls = AnswerCalls(reader, choice.schemas, new_id)
-        if read is harmony.read or (is_split and reasoning == HARMONY):
-            yield from harmony.read(reader, calls, prompt)
-            return
-        if is_split:
-            assert reasoning is not None
-            format_ = thinking.FORMATS[reasoning]
-            yield from thinking.read(reader, format_, begun=thinking.begun_in(format_, prompt, prefill))
-        yield from read(reader, calls)
+        yield from answers.read(reader, calls, thought, read, prompt=prompt, prefill=prefill)
 
     return TextParser(read_answer)
 

@@ -6,9 +6,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jspec.engine.reading.calls import AnswerCalls
+from jspec.engine.reading.text_reader import Reader, Reading
 from jspec.engine.text.conversation import calls_as_texts
-from jspec.server.reading.text_reader import Reader, Reading
-from jspec.server.tool_calls.calls import AnswerCalls
 
 
 def read_named(reader: Reader, calls: AnswerCalls, name: str) -> Reading[None]:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 import re
 
-from jspec.server.reading.json_scanner import value_text
-from jspec.server.reading.text_reader import Reader, Reading
-from jspec.server.tool_calls.calls import AnswerCalls
+from jspec.engine.reading.calls import AnswerCalls
+from jspec.engine.reading.json_scanner import value_text
+from jspec.engine.reading.text_reader import Reader, Reading
 
 START, END, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 MARKERS = (START, END, QUOTE)

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from jspec.engine.grammar import json_schema
-from jspec.server.reading.json_scanner import value_text
-from jspec.server.reading.text_reader import Reader, Reading
+from jspec.engine.reading.calls import AnswerCalls
+from jspec.engine.reading.json_scanner import value_text
+from jspec.engine.reading.text_reader import Reader, Reading
 from jspec.server.tool_calls import pythonic
-from jspec.server.tool_calls.calls import AnswerCalls
 
 NAME = re.compile(r"[\w.-]*")
 KINDS = frozenset(json_schema.TYPES)

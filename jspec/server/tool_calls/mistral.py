@@ -10,8 +10,8 @@ import re
 import secrets
 import string
 
-from jspec.server.reading.text_reader import Reader, Reading
-from jspec.server.tool_calls.calls import AnswerCalls
+from jspec.engine.reading.calls import AnswerCalls
+from jspec.engine.reading.text_reader import Reader, Reading
 
 NAME, ID = re.compile(r"[\w.-]*"), re.compile(r"[a-zA-Z0-9]{0,9}")
 

@@ -15,8 +15,8 @@ import re
 from collections.abc import Collection
 from typing import Any
 
-from jspec.server.reading.text_reader import Reader, Reading
-from jspec.server.tool_calls.calls import AnswerCalls
+from jspec.engine.reading.calls import AnswerCalls
+from jspec.engine.reading.text_reader import Reader, Reading
 
 START, END = "<|python_start|>", "<|python_end|>"
 MAX_CHARACTERS = 2**16  # most characters of a list of calls

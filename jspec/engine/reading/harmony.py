@@ -12,8 +12,8 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from jspec.server.reading.text_reader import AnswerPart, Reader, Reading
-from jspec.server.tool_calls.calls import AnswerCalls
+from jspec.engine.reading.calls import AnswerCalls
+from jspec.engine.reading.text_reader import AnswerPart, Reader, Reading
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 ENDS = ("<|end|>", "<|return|>", "<|call|>", START)  # a message that lacks its end has the next one's start
@@ -45,11 +45,8 @@ def read(reader: Reader, calls: AnswerCalls, prompt: str = "") -> Reading[None]:
             is_cut = reader.at == len(reader.text) and reader.text.startswith((START, CHANNEL))
             reader.at = reader.at if is_cut else 0  # what is cut off in a header has no text
             reader.commit()
-        elif header.recipient.startswith(TOOLS) and header.recipient.removeprefix(TOOLS) in calls.schemas:
-            yield from reader.skip_blanks()
-            reader.commit()
-            yield from calls.stream_arguments(header.recipient.removeprefix(TOOLS))
-            yield from reader.drop_blanks_at_end()
+        elif header.recipient.startswith(TOOLS):
+            yield from _read_call(reader, calls, seen, header.recipient.removeprefix(TOOLS))
             is_reasoning = False
         else:
             yield from _begin_text(reader, seen, is_reasoning=is_reasoning, goes_on=goes_on)
@@ -84,6 +81,20 @@ def _read_recipient(reader: Reader) -> Reading[str]:
     recipient = (yield from reader.take_run(WORD)) if (yield from reader.take("to=")) else ""
     yield from reader.skip_blanks()
     return recipient
+
+
+def _read_call(reader: Reader, calls: AnswerCalls, seen: set[bool], name: str) -> Reading[None]:
+    """Read a call after its header; that of a tool that the request does not have is text with its header."""
+    if name not in calls.schemas:
+        if False in seen:
+            reader.parts.append(AnswerPart(content="\n"))
+        seen.add(False)
+        reader.pass_on(reader.at)
+        return
+    yield from reader.skip_blanks()
+    reader.commit()
+    yield from calls.stream_arguments(name)
+    yield from reader.drop_blanks_at_end()
 
 
 def _begin_text(reader: Reader, seen: set[bool], *, is_reasoning: bool, goes_on: bool) -> Reading[None]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from jspec.server.reading.json_scanner import BLANKS, JsonScanner, escaped
+from jspec.engine.reading.json_scanner import BLANKS, JsonScanner, escaped
 
 T = TypeVar("T")
 Reading = Generator[None, None, T]  # yields where more text is needed, and returns a T

@@ -7,8 +7,8 @@ import secrets
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jspec.server.reading.json_scanner import JsonScanner, escaped
-from jspec.server.reading.text_reader import AnswerPart, CallDelta, Reader, Reading
+from jspec.engine.reading.json_scanner import JsonScanner, escaped
+from jspec.engine.reading.text_reader import AnswerPart, CallDelta, Reader, Reading
 
 ARGUMENTS = ("arguments", "parameters")  # keys under which a call may have its arguments
 BARE_KEYS = ("name", "arguments", "type", "id")  # keys of a call that no marker announces
