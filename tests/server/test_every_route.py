@@ -185,6 +185,18 @@ def test_engine_splits_reasoning_from_the_text_of_chats(
     assert engine.generate("a", max_tokens=1)[0].reasoning is None
 
 
+@pytest.mark.parametrize("route", ["chat/completions", "messages", "messages/count_tokens"])
+def test_conversation_with_too_many_calls_is_refused_before_it_is_rendered(server: serving.Running, route: str) -> None:
+    call: dict[str, Any] = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    made: dict[str, Any] = {"content": None, "tool_calls": [call] * 1025}
+    if route != "chat/completions":
+        made = {"content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}] * 1025}
+    asked = {"model": serving.NAME, "messages": [*MESSAGES, *[{"role": "assistant", **made}] * 2, *MESSAGES]}
+    with server.http() as http:
+        error = http.post(f"/v1/{route}", json={**asked, **({} if "count" in route else {"max_tokens": 1})}).json()
+    assert error["error"]["message"].startswith("messages: expected at most 2048 tool calls, got 2050; ")
+
+
 def test_server_with_a_format_that_does_not_exist_is_refused() -> None:
     for field in ("tool_parser", "reasoning_parser"):
         with pytest.raises(ValueError, match=f"^{field}: expected one of"):

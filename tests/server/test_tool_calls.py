@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -218,6 +219,8 @@ def test_parser_of_calls_in_its_format_finds_names_and_exact_arguments(
 # -- any text
 
 
+EXAMPLE = 'ab <tool_call>{"name": "f", "arguments": {}}</tool_call>'
+HARMONY = "<|start|>assistant to=functions.f<|channel|>commentary<|message|>{}<|call|>"
 JSON = ("hermes", "llama3_json", "mistral")  # formats whose arguments are JSON
 
 
@@ -448,6 +451,16 @@ def test_llama_parser_lets_go_of_other_json_once_it_can_be_no_call(text: str) ->
     assert joined([part for character in text for part in parser.push(character)]).content == text
 
 
+def test_time_for_a_text_at_once_is_that_for_its_pieces() -> None:
+    times = []
+    for pieces in ([HARMONY] * 8000, [HARMONY * 8000]):
+        parser, start = auto("harmony"), time.process_time()
+        parts = [part for piece in pieces for part in parser.push(piece)]
+        times.append(time.process_time() - start)
+        assert sum(part.call is not None and part.call.id is not None for part in parts) == 8000
+    assert times[1] < 3 * times[0] + 0.2
+
+
 # -- negative controls
 
 
@@ -462,9 +475,6 @@ class PieceByPiece:
 
     def finish(self) -> list[AnswerPart]:
         return []
-
-
-EXAMPLE = 'ab <tool_call>{"name": "f", "arguments": {}}</tool_call>'
 
 
 def test_check_of_splits_of_a_parser_without_memory_fails() -> None:

@@ -13,6 +13,7 @@ from typing import Protocol, TypeVar
 
 from jspec.engine.reading.json_scanner import BLANKS, JsonScanner, escaped
 
+PIECE = 2**10  # most characters that are read at once, because each step of a format copies and searches them all
 T = TypeVar("T")
 Reading = Generator[None, None, T]  # yields where more text is needed, and returns a T
 
@@ -249,8 +250,11 @@ class TextParser:
         return self._reader.has_broken_call
 
     def push(self, text: str) -> list[AnswerPart]:
-        self._reader.text += text
-        return self._run()
+        parts: list[AnswerPart] = []
+        for start in range(0, len(text), PIECE):
+            self._reader.text += text[start : start + PIECE]
+            parts += self._run()
+        return parts
 
     def finish(self) -> list[AnswerPart]:
         self._reader.ended = True

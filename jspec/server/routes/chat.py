@@ -17,7 +17,7 @@ from jspec.engine.request.too_long import check_characters
 from jspec.engine.text.chat_template import UnreadVariable
 from jspec.engine.text.tokenizer import Tokenizer
 from jspec.server.ask.fields import CHAT, Ask
-from jspec.server.ask.messages import render_messages
+from jspec.server.ask.messages import MAX_MESSAGES, render_messages
 from jspec.server.ask.values import count_characters
 from jspec.server.http.errors import invalid, refused
 from jspec.server.reading.logprobs import chat_entries, prompt_entries
@@ -56,18 +56,21 @@ def render(tokenizer: Tokenizer | None, fields: dict[str, Any]) -> list[int]:
 
 
 def check_conversation(engine: TextGenerator, fields: dict[str, Any], field: str = "messages") -> None:
-    """Check that there are messages, a template to render them, and not too many characters in what it renders.
+    """Check that there are messages, a template to render them, and not too many calls or characters.
 
     Args:
         field: the field of the request that has the messages.
 
     Raises:
-        ApiError: one of the two is missing, or there are too many characters.
+        ApiError: one of the two is missing, or there are too many calls or characters.
     """
     if "messages" not in fields:
         raise invalid(field, "expected a list of messages, got nothing")
     if getattr(engine.tokenizer, "chat_template", "unknown") is None:
         raise invalid(field, "expected a model with a chat template, got one without; use /v1/completions with a text")
+    calls = sum(len(message.get("tool_calls", ())) for message in fields["messages"])
+    if calls > MAX_MESSAGES:  # as many results would be too many messages
+        raise invalid(field, f"expected at most {MAX_MESSAGES} tool calls, got {calls}; leave earlier turns out")
     for name in ("messages", *TEMPLATE_OPTIONS):
         check_length(engine, field if name == "messages" else name, count_characters(fields.get(name)))
 
