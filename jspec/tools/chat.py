@@ -9,7 +9,7 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Any, TextIO
 
 from jspec.engine.reading.answers import ChatSplitter
-from jspec.tools import demo, generate, interrupt
+from jspec.tools import demo, generate, interrupt, processes
 from jspec.tools.colour import has_colours, painted
 from jspec.tools.options import add_model_arguments, add_sampling_arguments
 from jspec.tools.progress import settled
@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     if sys.stdin.isatty() and importlib.util.find_spec("readline"):
         importlib.import_module("readline")  # with this import, `input` can edit lines and recall earlier ones
     with engine, interrupt.raised():
-        if not generate.follows(engine):
+        if not processes.follows(engine):
             if is_demo:
                 print(DEMO)
             ChatSession(engine, params, arguments.system).run()
