@@ -174,9 +174,9 @@ def test_generate_command_grammar_options_constrain_the_output(
         assert run("--json-schema", given, "a") == 0
         assert json.loads(capsys.readouterr().out) in ("a", "b")
     pytest.importorskip("llguidance", reason="the grammar library is not installed")
-    (tmp_path / "grammar").write_text('start: "1" pair\npair: "2" | "a2b"')
+    (tmp_path / "grammar").write_text('start: "1" pair\npair: "a" | "b1"')
     assert run("--grammar", f"@{tmp_path / 'grammar'}", "a") == 0
-    assert re.fullmatch(r"1(2|a2b)\n", capsys.readouterr().out)
+    assert re.fullmatch(r"1(a|b1)\n", capsys.readouterr().out)
 
 
 def test_generate_command_logprobs_option_prints_the_engines_records_after_the_text(
