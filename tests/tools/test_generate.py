@@ -338,6 +338,7 @@ def test_speed_line_says_that_max_len_ended_an_answer(max_tokens: int | None, pr
             for _ in meter.watch(engine.stream(prompt, n=n, max_tokens=max_tokens, temperature=0.0, ignore_eos=True)):
                 pass
             assert meter.line().endswith(f"; ended by max_len {engines.MAX_LEN}") == is_cut
+            assert [float(speed) > 0.1 for speed in re.findall(r"([\d.]+) tokens/s", meter.line())] == [True]
 
 
 def test_generate_command_with_a_regex_and_without_its_library_says_so_before_it_looks_for_the_model(
