@@ -196,20 +196,9 @@ def test_tool_grammar_of_too_many_large_schemas_raises_before_it_reads_them(monk
 X = {"type": "object", "properties": {"x": {"enum": [1, 2]}}, "required": ["x"], "additionalProperties": False}
 STRICT = [tool("f", X), tool("g", X)]
 STRICT[0]["function"]["strict"] = True
-TOKENS = {
-    text: 0xC0 + i
-    for i, text in enumerate(
-        [
-            "<|python_tag|>",
-            "[TOOL_CALLS]",
-            "[ARGS]",
-            *harmony.MARKERS,
-            *gemma.MARKERS,
-            *markup.FORMATS["seed_oss"].markers[:2],
-            *markup.FORMATS["glm45"].markers[2:],
-        ]
-    )
-}
+MARKUP = (*markup.FORMATS["seed_oss"].markers[:2], *markup.FORMATS["glm45"].markers[2:])
+MARKERS = ("<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", *harmony.MARKERS, *gemma.MARKERS, *MARKUP)
+TOKENS = {text: 0xC0 + i for i, text in enumerate(MARKERS)}
 HEAD, TO = "<|channel|>analysis<|message|>Need f.<|end|><|start|>assistant", "to=functions."
 ALLOWED = {  # texts in each format that a strict tool allows, and whether each has one call at its end or none
     "hermes": [
@@ -402,6 +391,7 @@ def test_grammar_of_strict_tools_follows_schemas_in_values_that_are_no_json(
         ("glm45", {"properties": {"x": {"type": "string", "pattern": "a"}}}, "properties.x.pattern"),
         ("glm45", {"properties": {"x": {"type": ["string", "integer"], "minimum": 1}}}, "properties.x.minimum"),
         ("glm45", {"properties": {"x": {"type": "array", "contains": {}}}}, "properties.x.contains"),
+        ("glm45", {"properties": {"x": {"anyOf": [{"type": "string"}], "maxLength": 1}}}, "properties.x.maxLength"),
         ("seed_oss", {"properties": {}, "additionalProperties": True}, "additionalProperties"),
         ("gemma4", {"properties": {"x": {"items": {"type": "string", "maxLength": 1}}}}, "properties.x.items"),
         ("gemma4", {"properties": {"x": {"type": "array", "minItems": 1}}}, "properties.x.minItems"),
@@ -419,6 +409,9 @@ def test_keyword_of_a_strict_tool_that_values_without_json_cannot_follow_is_refu
     ("format_", "name", "specials"),
     [
         ("hermes", "think", {}),
+        ("glm45", "think", {}),
+        ("gemma4", "gemma4", TOKENS | {"<|channel>": 0xD8, "<channel|>": 0xD9}),
+        ("seed_oss", "seed_oss", TOKENS | {"<seed:think>": 0xD8, "</seed:think>": 0xD9}),
         ("mistral", "mistral", {}),
         ("mistral", "mistral", {"[TOOL_CALLS]": 0xC0, "[ARGS]": 0xC1, "[THINK]": 0xC2, "[/THINK]": 0xC3}),
     ],
@@ -427,8 +420,14 @@ def test_keyword_of_a_strict_tool_that_values_without_json_cannot_follow_is_refu
 def test_grammar_of_strict_tools_leaves_reasoning_free_up_to_its_end(
     format_: str, name: str, specials: dict[str, int], parallel: bool | None
 ) -> None:
-    made = {"hermes": '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>', "mistral": '[TOOL_CALLS]f{"x": 1}'}
-    call, (start,), (end,) = made[format_], FORMATS[name].openings, FORMATS[name].closings
+    made = {
+        "hermes": '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>',
+        "mistral": '[TOOL_CALLS]f{"x": 1}',
+        "glm45": "<tool_call>f<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>",
+        "seed_oss": "<seed:tool_call><function=f><parameter=x>1</parameter></function></seed:tool_call>",
+        "gemma4": "<|tool_call>call:f{x:1}<tool_call|>",
+    }
+    call, (*_, start), (end,) = made[format_], FORMATS[name].openings, FORMATS[name].closings
     wrong, choice = call.replace("1", "3"), read_choice(STRICT, "auto")
     for has_begun in (False, True):
         lark = auto_grammar(choice, format_, specials, parallel, FORMATS[name], has_begun=has_begun)

@@ -73,7 +73,7 @@ class ChatSplitter:
         tokenizer: the engine's tokenizer.
         prompt: token ids of the rendered conversation.
         params: the parameters that the caller gives.
-        template: the chat template, if the caller names one; None: the tokenizer's.
+        template: the chat template, or the name of one of the tokenizer's; None: the tokenizer's.
         prefill: the beginning of the answer, with which the prompt ends.
 
     Attributes:
@@ -89,7 +89,8 @@ class ChatSplitter:
         prefill: str = "",
     ) -> None:
         grammars = [grammar for field in GRAMMARS if (grammar := getattr(params, field)) is not None]
-        name = reasoning.format_name(template or template_of(tokenizer))
+        has_text = template is not None and "{" in template
+        name = reasoning.format_name(template if has_text else template_of(tokenizer))
         self._name = name if may_reason(name, grammars) else None
         self.params, self._prompt, self._prefill = params, "", prefill
         if self._name is not None:

@@ -286,8 +286,8 @@ class Completion:
             ``prompt_token_ids``, is shared by the completions of the prompt.
         pieces: text of each token, for coloured display.
         others: with ``n`` > 1, the second and later completions of the prompt; else empty.
-        reasoning: of a chat, the reasoning before the answer, which ``text`` then lacks; None: the chat template has
-            none of the formats of `jspec.engine.reading.reasoning`, or this is no chat.
+        reasoning: of a chat, the reasoning before the answer, which ``text`` then lacks and ``pieces`` have; None: the
+            chat template has none of the formats of `jspec.engine.reading.reasoning`, or this is no chat.
     """
 
     text: str | None

@@ -62,6 +62,11 @@ class AutoGrammar:
         """Return a marker as its token, if it is a special one, or as text."""
         return f"<[{self.specials[text]}]>" if text in self.specials else json.dumps(text)
 
+    def _first(self, text: str) -> str:
+        """Return the special token with which a marker of reasoning begins; "": it begins with none."""
+        special = max((each for each in self.specials if text.startswith(each)), key=len, default="")
+        return self.marker(special) if special else ""
+
     def listed(self, separator: str) -> str:
         """Return a list of calls, or one call, with a separator between them."""
         return f'call (SP "{separator}" SP call)*' if self.is_parallel else "call"
@@ -86,14 +91,15 @@ class AutoGrammar:
         start = f"({called})* free" if self.is_parallel and not bare else f"{called} | free"
         text = _text(f"(?s:.*{re.escape(trigger)}.*)", *([BARE_CALL] if bare else []))
         starts = [f"start: {start}"]
-        if self._reasoning is not None and {trigger, *self._reasoning.markers} <= self.specials.keys():
+        markers = self._reasoning.markers if self._reasoning is not None else ()
+        if self._reasoning is not None and trigger in self.specials and all(map(self._first, markers)):
             starts = self._after_special_reasoning(start, self._reasoning)
         return self.whole(*starts, f"before: {before}", f"free: {inside}TEXT?", text)
 
     def _after_special_reasoning(self, answer: str, reasoning: ReasoningFormat) -> list[str]:
         """Return the rules of answers that may begin with reasoning between special tokens, in which all is free."""
         inside = " | ".join(self.marker(text) for text in self.specials if text not in reasoning.closings)
-        opening = "" if self._has_begun else f"SP ({' | '.join(map(self.marker, reasoning.openings))}) "
+        opening = "" if self._has_begun else f"SP ({' | '.join(map(self._first, reasoning.openings))}) "
         closed = f"(thought ({' | '.join(map(self.marker, reasoning.closings))}))"
         return [
             f"start: {closed}{'' if self._has_begun else '?'} answer | thought",

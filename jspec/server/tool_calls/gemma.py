@@ -16,7 +16,7 @@ START, END, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 MARKERS = (START, END, QUOTE)
 MAX_LEVELS = 50  # most objects and lists inside one another
 NAME = re.compile(r"[\w.-]*")
-KEY = re.compile(r'[^:,{}\[\]"<]*')
+KEY = re.compile(r'[^:,{}\[\]"<\n]*')
 SCALAR = re.compile(r"[\w.+-]*")
 
 
@@ -86,9 +86,10 @@ def _stream_value(reader: Reader, calls: AnswerCalls, level: int, before: str) -
             calls.add(before)
             return (yield from _stream_members(reader, calls, level + 1, opening, closing))
     word = yield from reader.take_run(SCALAR)
-    text = value_text("null" if word == "None" else word)  # the chat template writes None
-    if text is None or (reader.ended and reader.at == len(reader.text)):
+    is_cut = reader.ended and reader.at == len(reader.text)
+    text = word if is_cut else value_text("null" if word == "None" else word)  # the chat template writes None
+    if text is None:
         return False
     reader.commit()
     calls.add(f"{before}{text}")
-    return True
+    return not is_cut

@@ -14,11 +14,11 @@ from typing import Any
 
 from jspec.engine.grammar import json_schema
 from jspec.engine.reading.calls import AnswerCalls
-from jspec.engine.reading.json_scanner import value_text
+from jspec.engine.reading.json_scanner import JsonScanner, escaped, value_text
 from jspec.engine.reading.text_reader import Reader, Reading
 from jspec.server.tool_calls import pythonic
 
-NAME = re.compile(r"[\w.-]*")
+NAME, KEY = re.compile(r"[\w.-]*"), re.compile(r"[^<>\n]*")
 KINDS = frozenset(json_schema.TYPES)
 BY_LETTER = {"{": "object", "[": "array", '"': "string", "t": "boolean", "f": "boolean", "n": "null"}
 
@@ -101,11 +101,11 @@ def _stream_arguments(reader: Reader, calls: AnswerCalls, written: MarkedCalls, 
     """Hand on the arguments of a call as a JSON object; return whether they are complete."""
     before = "{"
     while (yield from reader.take(written.key)):
-        key = yield from reader.take_until(written.value[0])
-        for tag in written.value[1:]:
+        key, is_named = (yield from reader.take_run(KEY)), True
+        for tag in written.value:
             yield from reader.skip_blanks()
-            key = key if (yield from reader.take(tag)) else None
-        if key is None:
+            is_named = is_named and (yield from reader.take(tag))
+        if not is_named:
             return False
         if written.has_line_end:
             yield from reader.take("\n")
@@ -134,10 +134,18 @@ def _stream_value(
         return (yield from calls.stream_text(*written.value_ends))
     text = yield from reader.take_until(*written.value_ends)
     if text is None:
+        calls.add(before + _begun(reader.text[reader.at :]))
         return False
     reader.commit()
     calls.add(f"{before}{json_of(text, kinds, takes_python=written.takes_python)}")
     return True
+
+
+def _begun(text: str) -> str:
+    """Return the JSON of a value that the text's end cuts off, as far as it came."""
+    scanner = JsonScanner()
+    scanner.push(text, 0)
+    return json.dumps(text, ensure_ascii=False)[:-1] if scanner.has_failed else escaped(text, scanner.raw)
 
 
 def json_of(text: str, kinds: frozenset[str], *, takes_python: bool) -> str:

@@ -103,8 +103,10 @@ def _leaves(schema: Any, root: Any, path: str, levels: int = 0) -> Iterator[tupl
     if levels > json_schema.MAX_LEVELS:
         schema_rules.refuse("$ref", path, "a schema that refers to itself")
     if "$ref" in schema:
+        schema_rules.check_keywords(schema, {"$ref"}, path, "a reference")
         yield from _leaves(json_schema.at(root, schema["$ref"], path), root, schema["$ref"], levels + 1)
     elif "anyOf" in schema:
+        schema_rules.check_keywords(schema, {"anyOf"}, path, "a choice")
         for number, part in enumerate(schema["anyOf"]):
             yield from _leaves(part, root, f"{path}/anyOf/{number}", levels + 1)
     else:
