@@ -53,8 +53,7 @@ def make_app(engine: Engine | Replicas, settings: Settings | None = None) -> Sta
             format cannot be left in the content; or the engine was built without what the default sampling needs.
     """
     settings = settings or Settings()
-    names = settings.tool_parser, settings.reasoning_parser
-    check_formats(template_of(engine.tokenizer), *names, splits_reasoning=settings.reasoning)
+    check_formats(template_of(engine.tokenizer), settings)
     _check_sampling(settings, engine.config)
     service, counts = Service(engine, settings), Counts()
     routes = [*_posts(service), *Status(service, counts).routes()]

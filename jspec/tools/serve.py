@@ -77,8 +77,7 @@ def _add_limit_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--drain-timeout", type=float, default=30.0, metavar="S", help="seconds to end after SIGTERM")
     group.add_argument("--unknown-fields", choices=("refuse", "ignore"), default="refuse", help="fields of no meaning")
     group.add_argument("--tool-parser", metavar="NAME", help="format of tool calls; default: by the chat template")
-    about = "format of reasoning; default: by the chat template"
-    group.add_argument("--reasoning-parser", metavar="NAME", help=about)
+    group.add_argument("--reasoning-parser", metavar="NAME", help="format of reasoning; default: by chat template")
     group.add_argument("--no-reasoning", action="store_true", help="leave reasoning in the content (not of gpt-oss)")
     group.add_argument(
         "--reasoning-field", default="reasoning_content", metavar="NAME", help="field of the answer with the reasoning"
@@ -150,8 +149,7 @@ def run(arguments: argparse.Namespace) -> int:
         with bind(settings.host, settings.port) as listener:
             address = f"{_host_of_url(settings.host)}:{listener.getsockname()[1]}"
             tokenizer = generate.prepare(arguments)
-            names = settings.tool_parser, settings.reasoning_parser
-            check_formats(template_of(tokenizer), *names, splits_reasoning=settings.reasoning)
+            check_formats(template_of(tokenizer), settings)
             settings = replace(settings, sampling=model_sampling(arguments.generation_config, arguments.target))
             with make_engine(arguments, tokenizer) as engine:
                 texts = compiling(address, settings), greeting(address, settings)
@@ -202,14 +200,12 @@ def make_settings(arguments: argparse.Namespace) -> Settings:
         ValueError: an option has an impossible value, or an address that others reach has no key.
         OSError: the file with the keys cannot be read.
     """
-    names = arguments.tool_parser, arguments.reasoning_parser
-    check_formats(None, *names, splits_reasoning=not arguments.no_reasoning)
     keys = read_keys(arguments.api_key_file)
     _check_access(arguments, keys)
     warm = tuple(arguments.warm.split(",")) if arguments.warm else ()
     if wrong := [name for name in warm if name not in WARM]:
         raise ValueError(f"--warm: expected some of {','.join(WARM)}, got {wrong[0]!r}")
-    return Settings(
+    settings = Settings(
         names=tuple(arguments.served_model_name or (arguments.target,)),
         keys=tuple(map(digest_of, keys)),
         warm=warm,
@@ -220,6 +216,8 @@ def make_settings(arguments: argparse.Namespace) -> Settings:
         reasoning=not arguments.no_reasoning,
         **{name: getattr(arguments, name) for name in SAME},
     )
+    check_formats(None, settings)
+    return settings
 
 
 def _check_access(arguments: argparse.Namespace, keys: Sequence[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -195,6 +196,26 @@ def test_conversation_with_too_many_calls_is_refused_before_it_is_rendered(serve
     with server.http() as http:
         error = http.post(f"/v1/{route}", json={**asked, **({} if "count" in route else {"max_tokens": 1})}).json()
     assert error["error"]["message"].startswith("messages: expected at most 2048 tool calls, got 2050; ")
+
+
+@pytest.mark.parametrize("forced", [False, True])
+@pytest.mark.parametrize("route", STRICT)
+def test_keyword_that_no_grammar_enforces_is_named_by_the_clients_path(
+    server: serving.Running, route: str, forced: bool
+) -> None:
+    tool, schema = copy.deepcopy(STRICT[route]), {"properties": {"x": {"items": {"not": {}}, "type": "array"}}}
+    place = {"chat": "function.parameters", "responses": "parameters", "messages": "input_schema"}[route]
+    (tool["function"] if route == "chat" else tool)[place.split(".")[-1]] = {"type": "object", **schema}
+    asked: dict[str, Any] = {"model": serving.NAME, "tools": [tool], "max_tokens": 1, "messages": MESSAGES}
+    if route == "responses":
+        asked = {"model": serving.NAME, "tools": [tool], "input": "a"}
+    choice: Any = "required" if forced else "auto"
+    asked["tool_choice"] = {"type": "any" if forced else "auto"} if route == "messages" else choice
+    with server.http() as http:
+        error = http.post({"chat": "/v1/chat/completions"}.get(route, f"/v1/{route}"), json=asked).json()["error"]
+    path = f"tools[0].{place}.properties.x.items.not"
+    assert error["message"] == f"{path}: no grammar enforces this keyword; leave it out"
+    assert error.get("param", path) == path
 
 
 def test_server_with_a_format_that_does_not_exist_is_refused() -> None:

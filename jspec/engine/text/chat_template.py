@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -94,8 +93,7 @@ class ChatTemplate:
         special, end = {**tokenizer.special_tokens_map, **variables}, time.monotonic() + self._seconds
         read, faults = read_roles(messages, template), list[str]()
         copy = MarkedCopy(read)
-        if re.search(r"\btool(s|_calls)\b", template) is None:
-            read, copy.messages = calls_as_texts(read), calls_as_texts(copy.messages)
+        read, copy.messages = (calls_as_texts(each, template) for each in (read, copy.messages))
         for both in forms(read, copy, faults):
             task = [template, {**options, "conversations": both}, special, wanted, 2 * self._seconds]
             answer = self._ask(_to_json(task))

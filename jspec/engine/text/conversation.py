@@ -94,12 +94,13 @@ def _form(
     return form
 
 
-def calls_as_texts(messages: Messages) -> Messages:
+def calls_as_texts(messages: Messages, template: str = "") -> Messages:
     """Return messages with calls as texts of the assistant, and their results as texts of the user.
 
-    Results and the user's next message are one message, because many templates want the two roles in turns.
+    Results and the user's next message are one message, because many templates want the two roles in turns. Messages
+    without calls, and those for a template that names tools, stay as they are.
     """
-    if not any(message.get("tool_calls") for message in messages):
+    if re.search(r"\btool(s|_calls)\b", template) or not any(message.get("tool_calls") for message in messages):
         return messages
     told: Messages = []
     names: dict[Any, str] = {}  # of tools, by the id of the call

@@ -11,6 +11,7 @@ from jspec.engine.reading import reasoning as thinking
 from jspec.engine.reading.calls import AnswerCalls, make_id
 from jspec.engine.reading.reasoning import HARMONY
 from jspec.engine.reading.text_reader import OutputParser, Reader, Reading, TextParser
+from jspec.server.http.settings import Settings
 from jspec.server.tool_calls import forced, gemma, hermes, llama3_json, markup, mistral, pythonic
 from jspec.server.tool_calls.tools import ToolChoice
 
@@ -82,21 +83,15 @@ def check_name(name: str | None) -> None:
         raise ValueError(f"tool_parser: expected one of {', '.join(FORMATS)}, got {short(name)}")
 
 
-def check_formats(
-    chat_template: str | None, tool_parser: str | None, reasoning_parser: str | None, *, splits_reasoning: bool
-) -> None:
+def check_formats(chat_template: str | None, settings: Settings) -> None:
     """Check how a server's answers with calls and reasoning are read.
-
-    Args:
-        chat_template: the tokenizer's chat template, if it has one.
-        tool_parser, reasoning_parser: names of formats; None: those of the chat template.
-        splits_reasoning: whether reasoning is split off, or left in the content.
 
     Raises:
         ValueError: there is no such format, or reasoning in this format cannot be left in the content.
     """
-    check_name(tool_parser)
-    if HARMONY in (tool_parser, thinking.format_name(chat_template, reasoning_parser)) and not splits_reasoning:
+    check_name(settings.tool_parser)
+    names = settings.tool_parser, thinking.format_name(chat_template, settings.reasoning_parser)
+    if HARMONY in names and not settings.reasoning:
         raise ValueError(
             "reasoning: expected True, got False (--no-reasoning), because in this model's format the reasoning is a "
             "message of its own, which cannot be left in the content; leave it out"
