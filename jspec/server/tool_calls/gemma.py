@@ -41,26 +41,24 @@ def read(reader: Reader, calls: AnswerCalls) -> Reading[None]:
 
 def _stream_members(reader: Reader, calls: AnswerCalls, level: int, opening: str, closing: str) -> Reading[bool]:
     """Hand on what follows the opening bracket of an object or a list as JSON; return whether it is complete."""
-    before, is_object = opening, opening == "{"
-    while True:
+    before = opening
+    yield from reader.skip_blanks()
+    while not (yield from reader.take(closing)):
+        if before == ", " and not (yield from reader.take(",")):
+            return False
         yield from reader.skip_blanks()
-        if before in (opening, "") and (yield from reader.take(closing)):
-            reader.commit()
-            calls.add(f"{before}{closing}")
-            return True
-        if before == "":
-            if not (yield from reader.take(",")):
-                return False
-            before = ", "
-            yield from reader.skip_blanks()
-        if is_object:
+        if opening == "{":
             key = yield from _read_key(reader)
             if key is None:
                 return False
             before += f"{json.dumps(key, ensure_ascii=False)}: "
         if not (yield from _stream_value(reader, calls, level, before)):
             return False
-        before = ""
+        before = ", "
+        yield from reader.skip_blanks()
+    reader.commit()
+    calls.add(closing if before == ", " else f"{opening}{closing}")
+    return True
 
 
 def _read_key(reader: Reader) -> Reading[str | None]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jspec.engine.grammar import disjoint, json_schema
+from jspec.engine.grammar import json_schema
 from jspec.engine.input.grammar_input import forms_of_schema
+from jspec.server.tool_calls.schema_rules import moved_to, parsed
 from jspec.server.tool_calls.tools import ToolChoice
 
 
@@ -27,7 +28,7 @@ def tool_grammar(choice: ToolChoice, parallel_tool_calls: bool | None = None) ->
         return None
     _check({"$defs": choice.schemas}, json_schema.check_size)  # before the slow checks
     for name in choice.schemas:
-        choice.made(name, _check_alone)
+        choice.made(name, lambda schema: forms_of_schema(parsed(schema)))
     if choice.mode == "named":
         (schema,) = choice.schemas.values()
         return {"json_schema": schema}
@@ -46,11 +47,6 @@ def _check(schema: Mapping[str, Any], check: Callable[[Mapping[str, Any]], objec
         raise ValueError(f"tools: {error}") from error
 
 
-def _check_alone(schema: Mapping[str, Any]) -> None:
-    """Refuse the schema of one tool if no grammar can follow it."""
-    forms_of_schema(disjoint.with_any_of(json_schema.parse(json_schema.text_of(schema))))
-
-
 def _call_schema(name: str) -> dict[str, Any]:
     """Return the schema of a call of a tool; that of the arguments is in the definitions, under the tool's name."""
     return {
@@ -59,13 +55,3 @@ def _call_schema(name: str) -> dict[str, Any]:
         "required": ["name", "arguments"],
         "additionalProperties": False,
     }
-
-
-def moved_to(schema: Any, pointer: str) -> Any:
-    """Return a checked schema, without annotations, whose references hold when it stands at ``pointer``."""
-    if not isinstance(schema, Mapping):
-        return schema
-    moved = json_schema.with_subschemas(schema, lambda part, _: moved_to(part, pointer), "")
-    if "$ref" in moved:
-        moved["$ref"] = pointer + moved["$ref"][1:]
-    return {key: value for key, value in moved.items() if key not in ("$id", "id", "$schema")}

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, NoReturn
 
 from jspec.engine.grammar import disjoint, json_schema, schema_lark
 from jspec.engine.grammar.schema_regex import IGNORED
-from jspec.server.tool_calls.grammar import moved_to
 
 MEMBER_KEYWORDS = {"type", "properties", "required", "additionalProperties"}
 
@@ -36,14 +35,29 @@ def json_rule(rule: str, schema: Any, root: Any = None) -> str:
     if root is not None and '"$ref"' in json.dumps(schema):
         parts = {"root": moved_to(root, "#/$defs/root"), "part": moved_to(schema, "#/$defs/root")}
         schema = {"$ref": "#/$defs/part", "$defs": parts}
-    return schema_lark.lark_of(disjoint.with_any_of(json_schema.parse(json_schema.text_of(schema))), rule)
+    return schema_lark.lark_of(parsed(schema), rule)
+
+
+def parsed(schema: Any) -> Any:
+    """Return a checked schema with `anyOf` for `oneOf` where they agree; raise ValueError if it is wrong."""
+    return disjoint.with_any_of(json_schema.parse(json_schema.text_of(schema)))
 
 
 def checked(schema: Any) -> Any:
-    """Return a schema that a grammar can follow in JSON, with `anyOf` for `oneOf`; raise ValueError if none can."""
-    made = disjoint.with_any_of(json_schema.parse(json_schema.text_of(schema)))
+    """Return a schema as `parsed` does; raise ValueError if it has a keyword that no grammar enforces."""
+    made = parsed(schema)
     schema_lark.lark_of(made)
     return made
+
+
+def moved_to(schema: Any, pointer: str) -> Any:
+    """Return a checked schema, without annotations, whose references hold when it stands at ``pointer``."""
+    if not isinstance(schema, Mapping):
+        return schema
+    moved = json_schema.with_subschemas(schema, lambda part, _: moved_to(part, pointer), "")
+    if "$ref" in moved:
+        moved["$ref"] = pointer + moved["$ref"][1:]
+    return {key: value for key, value in moved.items() if key not in ("$id", "id", "$schema")}
 
 
 def values_of(schema: Mapping[str, Any]) -> list[Any] | None:
