@@ -76,8 +76,9 @@ class GemmaValues:
             schema_rules.check_keywords(schema, {"anyOf"}, path, "a choice")
             parts = [self._value(part, f"{path}/anyOf/{number}") for number, part in enumerate(schema["anyOf"])]
             return f"({' | '.join(parts)})"
-        values = schema_rules.values_of(schema)
+        values = schema_rules.values_of(schema, path)
         if values is not None:
+            schema_rules.check_keywords(schema, {"type", "enum", "const"}, path, "a list of values")
             return f"({' | '.join(self._literal(value, path) for value in values)})"
         return f"({' | '.join(self._typed(name, schema, path) for name in schema_rules.types_of(schema))})"
 

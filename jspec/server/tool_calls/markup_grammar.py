@@ -81,19 +81,22 @@ class MarkupRules:
         if not any("string" in schema_rules.types_of(leaf) for leaf, _ in leaves):
             self._lines.append(schema_rules.json_rule(f"{rule}_json", member.schema, root))
             return f"SP {rule}_json SP {self._end}"
-        if any(schema_rules.values_of(leaf) is None and "string" in schema_rules.types_of(leaf) for leaf, _ in leaves):
-            for leaf, path in leaves:
+        listed = [schema_rules.values_of(leaf, path) for leaf, path in leaves]
+        texts = ["string" in schema_rules.types_of(leaf) for leaf, _ in leaves]
+        is_free = any(is_text and values is None for values, is_text in zip(listed, texts, strict=True))
+        for (leaf, path), values in zip(leaves, listed, strict=True):
+            if is_free or values is not None:
                 schema_rules.check_keywords(leaf, {"type", "enum", "const"}, path, "what may be a text")
+        if is_free:
             return "value"
         written = []
-        for number, (leaf, _) in enumerate(leaves):
-            values = schema_rules.values_of(leaf)
+        for number, ((leaf, _), values) in enumerate(zip(leaves, listed, strict=True)):
             if values is None:
                 written.append(f"{rule}_{number}_json")
                 self._lines.append(schema_rules.json_rule(written[-1], leaf, root))
             else:
-                texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
-                written += [json.dumps(text, ensure_ascii=False) for text in texts]
+                plain = [value if isinstance(value, str) else json.dumps(value) for value in values]
+                written += [json.dumps(text, ensure_ascii=False) for text in plain]
         return f"({' | '.join(written)}) {self._end}"
 
 

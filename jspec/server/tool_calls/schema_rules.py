@@ -60,10 +60,16 @@ def moved_to(schema: Any, pointer: str) -> Any:
     return {key: value for key, value in moved.items() if key not in ("$id", "id", "$schema")}
 
 
-def values_of(schema: Mapping[str, Any]) -> list[Any] | None:
+def values_of(schema: Mapping[str, Any], path: str) -> list[Any] | None:
     """Return the values that a schema lists, without those of another type than it says; None: it lists none."""
-    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    return values and [value for value in values if any(json_schema.TYPES[name](value) for name in types_of(schema))]
+    key = "enum" if "enum" in schema else "const"
+    if key not in schema:
+        return None
+    values = schema["enum"] if key == "enum" else [schema["const"]]
+    made = [value for value in values if any(json_schema.TYPES[name](value) for name in types_of(schema))]
+    if not made:
+        raise ValueError(f"json_schema: {key!r} at {path}: expected a value of a type that stands beside it")
+    return made
 
 
 def types_of(schema: Mapping[str, Any]) -> list[str]:
