@@ -91,7 +91,8 @@ class ChatSplitter:
         grammars = [grammar for field in GRAMMARS if (grammar := getattr(params, field)) is not None]
         has_text = template is not None and "{" in template
         name = reasoning.format_name(template if has_text else template_of(tokenizer))
-        self._name = name if may_reason(name, grammars) else None
+        shows_markers = not tokenizer.hidden_ids or hasattr(tokenizer, "with_special_tokens")
+        self._name = name if shows_markers and may_reason(name, grammars) else None
         self.params, self._prompt, self._prefill = params, "", prefill
         if self._name is not None:
             self._prompt = prompt_text(tokenizer, prompt, is_whole=prefill != "")
