@@ -31,7 +31,7 @@ SUB_FLOORS = {  # of packages that are divided, from the lowest floor up
         ("app",),
         ("run", "ray_app"),
     ),
-    "jspec.engine": (("text", "grammar"), ("request",), ("schedule",), ("input",), ("run",), ("callers",)),
+    "jspec.engine": (("text", "grammar"), ("request",), ("schedule", "reading"), ("input",), ("run",), ("callers",)),
     "jspec.draft": (
         ("base", "head_config"),
         ("draft_vocab", "elsewhere", "expand_tree", "head_pair", "lookup"),

@@ -17,13 +17,15 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from jspec.core.config import EngineConfig
 from jspec.engine.callers.api import Engine
 from jspec.engine.callers.replicas import Replicas
+from jspec.engine.reading.answers import template_of
+from jspec.engine.request.sampling_params import SamplingParams
 from jspec.server.http.counts import CountRequests, Counts
 from jspec.server.http.errors import ApiError, body_for
 from jspec.server.http.guards import Guard
 from jspec.server.http.settings import Settings
-from jspec.server.reading.reasoning import format_name
 from jspec.server.routes.answers import Generate
 from jspec.server.routes.anthropic import CountTokens, MessageAnswer
 from jspec.server.routes.chat import ChatAnswer
@@ -32,7 +34,7 @@ from jspec.server.routes.responses import ResponseAnswer
 from jspec.server.routes.service import READY, UNHEALTHY, WARMING, Service
 from jspec.server.routes.status import Status
 from jspec.server.routes.tokens import Detokenize, Tokenize
-from jspec.server.tool_calls.choose import check_name
+from jspec.server.tool_calls.choose import check_formats
 
 CODES = {404: "route_not_found", 405: "method_not_allowed"}
 
@@ -47,11 +49,12 @@ def make_app(engine: Engine | Replicas, settings: Settings | None = None) -> Sta
         settings: the server's options; ``app.state.service`` is what the routes share.
 
     Raises:
-        ValueError: there is no format of tool calls or of reasoning with the name in the settings.
+        ValueError: there is no format of tool calls or of reasoning with the name in the settings, or reasoning in this
+            format cannot be left in the content; or the engine was built without what the default sampling needs.
     """
     settings = settings or Settings()
-    check_name(settings.tool_parser)
-    format_name(None, settings.reasoning_parser)
+    check_formats(template_of(engine.tokenizer), settings)
+    _check_sampling(settings, engine.config)
     service, counts = Service(engine, settings), Counts()
     routes = [*_posts(service), *Status(service, counts).routes()]
     handlers = {ApiError: _api_error, HTTPException: _http_error, Exception: _bug}
@@ -64,6 +67,18 @@ def make_app(engine: Engine | Replicas, settings: Settings | None = None) -> Sta
     app.router.redirect_slashes = False
     app.state.service = service
     return app
+
+
+def _check_sampling(settings: Settings, config: EngineConfig) -> None:
+    """Refuse defaults of requests, such as those that a checkpoint recommends, that would fail every request."""
+    params = SamplingParams(**settings.sampling)
+    needed = ", ".join(f"{name}={getattr(params, name)!r:.50}" for name in params.controls_used)
+    if needed and not config.controls:
+        raise ValueError(
+            "sampling: expected no such default for an engine that was built with controls=False, got "
+            f"{needed}, from the settings or the model's generation_config.json; build the engine without that, or "
+            "give its neutral value in the server's sampling, such as repetition_penalty=1"
+        )
 
 
 def _posts(service: Service) -> list[Route]:

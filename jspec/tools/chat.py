@@ -6,13 +6,10 @@ import argparse
 import importlib.util
 import sys
 from contextlib import closing
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TextIO
 
-from jspec.server.reading.reasoning import format_name
-from jspec.server.tool_calls.choose import MARKERS, parser_for, prompt_text, template_of
-from jspec.server.tool_calls.tools import read_choice
-from jspec.tools import demo, generate, interrupt
+from jspec.engine.reading.answers import ChatSplitter
+from jspec.tools import demo, generate, interrupt, processes
 from jspec.tools.colour import has_colours, painted
 from jspec.tools.options import add_model_arguments, add_sampling_arguments
 from jspec.tools.progress import settled
@@ -54,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     if sys.stdin.isatty() and importlib.util.find_spec("readline"):
         importlib.import_module("readline")  # with this import, `input` can edit lines and recall earlier ones
     with engine, interrupt.raised():
-        if not generate.follows(engine):
+        if not processes.follows(engine):
             if is_demo:
                 print(DEMO)
             ChatSession(engine, params, arguments.system).run()
@@ -73,10 +70,6 @@ class ChatSession:
 
     def __init__(self, engine: Engine, params: SamplingParams, system: str | None, out: TextIO | None = None) -> None:
         self._engine, self._params = engine, params
-        self._template = template_of(engine.tokenizer)
-        self._reasoning = format_name(self._template)
-        if self._reasoning is not None:
-            self._params = replace(params, visible_special_tokens=MARKERS)
         self._out = sys.stdout if out is None else out
         self._has_colours = has_colours(self._out)
         self._start = [] if system is None else [{"role": "system", "content": system}]
@@ -114,7 +107,8 @@ class ChatSession:
         meter, text = SpeedMeter(self._engine, self._params.max_tokens), ""
         try:
             prompt = self._engine.tokenizer.chat([*self.messages, question])
-            chunks: Any = self._engine.stream(prompt, self._params)
+            splitter = ChatSplitter(self._engine.tokenizer, prompt, self._params)
+            chunks: Any = self._engine.stream(prompt, splitter.params)
         except ValueError as error:
             print(f"{error}; or forget the conversation with /reset", file=self._out)
             return
@@ -130,14 +124,5 @@ class ChatSession:
         if stopped and not text:
             print(file=self._out)
             return
-        self.messages += [question, {"role": "assistant", "content": self._content(prompt, text)}]
+        self.messages += [question, {"role": "assistant", "content": splitter.split(text)[0]}]
         print(f"\n({meter.line()})", file=self._out)
-
-    def _content(self, prompt: list[int], text: str) -> str:
-        """Return an answer without its reasoning."""
-        if self._reasoning is None:
-            return text
-        assert self._engine.tokenizer is not None
-        end = prompt_text(self._engine.tokenizer, prompt)
-        parser = parser_for(self._template, None, read_choice(None, None), self._reasoning, prompt=end)
-        return "".join(part.content for part in (*parser.push(text), *parser.finish()))

@@ -83,14 +83,14 @@ def _parsed(words: Sequence[str]) -> argparse.Namespace:
 def _run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     """Run the parsed command of a command line; print its error as one line, and return the exit status."""
     from jspec import distributed  # here, because it takes time
-    from jspec.tools import generate
+    from jspec.tools import processes
     from jspec.tools.progress import log_lines
 
     if isinstance(sys.stdout, io.TextIOWrapper):  # so that no text is lost that the terminal's encoding lacks
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         with log_lines() if arguments.command in ("demo", "generate", "chat", "serve", "train") else nullcontext():
-            generate.join(arguments)
+            processes.join(arguments)
             status = arguments.run(arguments)
             print(end="", flush=True)  # here, where a broken pipe is handled
             return status

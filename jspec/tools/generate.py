@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jspec
 from convert import hub
+from jspec.engine.reading.answers import ChatSplitter
 from jspec.engine.request.model_sampling import model_sampling
 from jspec.engine.text.tokenizer import HFTokenizer, Tokenizer, load_tokenizer
 from jspec.engine.text.tokenizer_files import TOKENIZER_FILES
-from jspec.tools import demo
+from jspec.tools import demo, processes, token_table
 from jspec.tools.options import add_model_arguments, add_sampling_arguments
 from jspec.tools.progress import settled
 from jspec.tools.speed_meter import SpeedMeter
@@ -24,6 +26,8 @@ if TYPE_CHECKING:  # the command line parses its options before it imports jax
     import jax
 
     from jspec import Drafter, Engine, SamplingParams
+    from jspec.engine.request.request import Chunk
+    from jspec.engine.request.token_logprobs import TokenLogprob
 
 PRETRAINED = {  # the drafter of each option that names a folder
     "eagle3": "Eagle3",
@@ -46,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `jspec generate` on a parser."""
     parser.add_argument("prompt", nargs="?", help="text to complete")
     parser.add_argument("--prompt-file", metavar="FILE", help="read the prompt from a file; -: from the standard input")
-    parser.add_argument("--chat", action="store_true", help="format the prompt by the tokenizer's chat template")
+    parser.add_argument("--chat", action="store_true", help="format the prompt by the chat template; reasoning: stderr")
     parser.add_argument("--system", metavar="TEXT", help="system message of the chat; implies --chat")
     add_model_arguments(parser)
     add_sampling_arguments(parser)
@@ -54,6 +58,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
     parser.add_argument("--json-schema", metavar="SCHEMA", help="JSON schema of the output, as text or @FILE")
     parser.add_argument("--regex", help="regular expression that the whole output matches")
+    parser.add_argument("--grammar", help="context-free grammar of the output in Lark's form, as text or @FILE")
+    parser.add_argument("--ignore-eos", action="store_true", help="go on after an end token")
+    parser.add_argument(
+        "--logprobs", type=int, metavar="N", help="print each token's log-probability and the N likeliest tokens"
+    )
     parser.set_defaults(run=run)
 
 
@@ -70,41 +79,13 @@ def sampling(arguments: argparse.Namespace, **more: object) -> SamplingParams:
     Raises:
         ValueError: an option has an impossible value.
     """
-    names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+    names = (
+        *("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed"),
+        *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+    )
     options = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     defaults = {"temperature": 0.0, **model_sampling(arguments.generation_config, arguments.target)}
     return jspec.SamplingParams(**{**defaults, **options, **more})
-
-
-def join(arguments: argparse.Namespace) -> None:
-    """Bring the processes together that run this command, if the options name any; before any use of a device.
-
-    Raises:
-        ValueError: one of the three options is absent, or wrong, or another one needs all its devices in one process.
-        OSError, RuntimeError: as for `jspec.distributed.initialize`.
-    """
-    names = ("coordinator", "num_processes", "process_id")
-    options = {name: value for name in names if (value := getattr(arguments, name, None)) is not None}
-    wanted = {"draft_device": None, "replicas": 1}
-    for name in [name for name, value in wanted.items() if options and getattr(arguments, name, value) != value]:
-        flag = f"--{name.replace('_', '-')}"
-        raise ValueError(
-            f"{flag}: expected no such option beside --coordinator, got {getattr(arguments, name)}; "
-            "leave one of the two out: --tensor-parallel divides one engine and its drafter over several processes"
-        )
-    if options and len(options) < len(names):
-        missing = ", ".join(f"--{name.replace('_', '-')}" for name in names if name not in options)
-        raise ValueError(f"{missing}: expected beside the other options of several processes, got none; add it")
-    if options:
-        jspec.distributed.initialize(**options)
-
-
-def follows(engine: Engine) -> bool:
-    """Follow process 0 until its engine is closed, and return True; False: this is process 0, or alone."""
-    if jspec.distributed.process_id() == 0:
-        return False
-    engine.follow()
-    return True
 
 
 def prepare(arguments: argparse.Namespace) -> Tokenizer:
@@ -228,27 +209,32 @@ def run(arguments: argparse.Namespace) -> int:
         ValueError: an option has an impossible value, or the target has no tokenizer.
         ImportError: --regex needs a library that is not installed.
     """
-    text, schema = _text(arguments), _text_or_file(arguments.json_schema)
+    text, schema, grammar = _text(arguments), *map(_text_or_file, (arguments.json_schema, arguments.grammar))
     if arguments.regex is not None:
         from jspec.engine.grammar.regex_dfa import library  # here, because numpy takes time
 
         library()  # raises an error before the models are loaded if it is missing
     tokenizer = prepare(arguments)
     stop = tuple(arguments.stop or ())
-    params = sampling(arguments, n=arguments.n, stop=stop, json_schema=schema, regex=arguments.regex)
+    forms = {"json_schema": schema, "regex": arguments.regex, "grammar": grammar}
+    more = {"n": arguments.n, "ignore_eos": arguments.ignore_eos, "logprobs": arguments.logprobs}
+    params = sampling(arguments, stop=stop, **forms, **more)
     prompt = _formatted(text, arguments, tokenizer)
     with make_engine(arguments, tokenizer) as engine:
-        if follows(engine):
+        if processes.follows(engine):
             return 0
         meter, texts = SpeedMeter(engine, params.max_tokens), [""] * params.n
-        for chunk in settled(meter.watch(engine.stream(prompt, params))):
+        records: list[list[TokenLogprob]] = [[] for _ in texts]
+        for chunk in settled(meter.watch(_chunks(engine, prompt, params))):
             texts[chunk.index] += chunk.text or ""
+            records[chunk.index] += chunk.logprobs or []
             if params.n == 1:
+                print(chunk.reasoning or "", end="", flush=True, file=sys.stderr)
                 print(chunk.text, end="", flush=True)
-        if params.n == 1:
-            print()
-        else:
-            print("\n".join(f"--- completion {number} of {params.n}\n{text}" for number, text in enumerate(texts, 1)))
+        for number, (completed, scores) in enumerate(zip(texts, records, strict=True), 1):
+            print("" if params.n == 1 else f"--- completion {number} of {params.n}\n{completed}")
+            if params.logprobs is not None:
+                print(token_table.table(scores, tokenizer))
         print(meter.line(), file=sys.stderr)
     return 0
 
@@ -277,6 +263,14 @@ def _formatted(text: str, arguments: argparse.Namespace, tokenizer: Tokenizer) -
         return text
     system = [] if arguments.system is None else [{"role": "system", "content": arguments.system}]
     return tokenizer.chat([*system, {"role": "user", "content": text}])
+
+
+def _chunks(engine: Engine, prompt: str | list[int], params: SamplingParams) -> Iterator[Chunk]:
+    """Stream a completion, or the answer to a chat with its reasoning apart from the text."""
+    if isinstance(prompt, str):
+        return engine.stream(prompt, params)
+    splitter = ChatSplitter(engine.tokenizer, prompt, params)
+    return splitter.streamed(engine.stream(prompt, splitter.params))
 
 
 def _text_or_file(value: str | None) -> str | None:

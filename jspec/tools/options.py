@@ -86,4 +86,6 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--top-p", type=float, help=f"keep the likeliest tokens up to this probability; {model} 1")
     group.add_argument("--min-p", type=float, help=f"keep tokens this many times as likely as the first; {model} 0")
     group.add_argument("--repetition-penalty", type=float, help=f"factor for tokens seen before; {model} 1, off")
+    group.add_argument("--presence-penalty", type=float, help="taken from logits of tokens that the output has")
+    group.add_argument("--frequency-penalty", type=float, help="the same, times how often the output has the token")
     group.add_argument("--seed", type=int, help="seed of the request; with it the output can be repeated")

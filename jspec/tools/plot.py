@@ -112,7 +112,7 @@ def training(journal: str | Path, ax: Axes | None = None) -> Axes:
             ax.plot([], [], style, color=colour, label=label)  # the legend of both axes
             axes.plot(*zip(*points, strict=True), style, color=colour) if points else None
     ax.set(xlabel="updates", ylabel="loss of a prediction")
-    other.set_ylabel("predicted acceptance length")
+    other.set(ylabel="predicted acceptance length", ylim=(1, max(2, other.get_ylim()[1])))  # noise is no success
     _legend_above(ax)
     return ax
 

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import jspec
 from jspec.core.config import EngineConfig
+from jspec.engine.reading.answers import template_of
 from jspec.engine.request.model_sampling import model_sampling
 from jspec.engine.text.tokenizer import Tokenizer
 from jspec.server.http.settings import KEY_VARIABLE, Settings, digest_of, is_loopback, keys_of_environment
-from jspec.server.reading.reasoning import format_name
-from jspec.server.tool_calls.choose import check_name
+from jspec.server.tool_calls.choose import check_formats
 from jspec.tools import demo, generate
 from jspec.tools.options import add_model_arguments
 
@@ -77,9 +77,8 @@ def _add_limit_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--drain-timeout", type=float, default=30.0, metavar="S", help="seconds to end after SIGTERM")
     group.add_argument("--unknown-fields", choices=("refuse", "ignore"), default="refuse", help="fields of no meaning")
     group.add_argument("--tool-parser", metavar="NAME", help="format of tool calls; default: by the chat template")
-    about = "format of reasoning; default: by the chat template"
-    group.add_argument("--reasoning-parser", metavar="NAME", help=about)
-    group.add_argument("--no-reasoning", action="store_true", help="leave the reasoning in the content")
+    group.add_argument("--reasoning-parser", metavar="NAME", help="format of reasoning; default: by chat template")
+    group.add_argument("--no-reasoning", action="store_true", help="leave reasoning in the content (not of gpt-oss)")
     group.add_argument(
         "--reasoning-field", default="reasoning_content", metavar="NAME", help="field of the answer with the reasoning"
     )
@@ -150,6 +149,7 @@ def run(arguments: argparse.Namespace) -> int:
         with bind(settings.host, settings.port) as listener:
             address = f"{_host_of_url(settings.host)}:{listener.getsockname()[1]}"
             tokenizer = generate.prepare(arguments)
+            check_formats(template_of(tokenizer), settings)
             settings = replace(settings, sampling=model_sampling(arguments.generation_config, arguments.target))
             with make_engine(arguments, tokenizer) as engine:
                 texts = compiling(address, settings), greeting(address, settings)
@@ -200,14 +200,12 @@ def make_settings(arguments: argparse.Namespace) -> Settings:
         ValueError: an option has an impossible value, or an address that others reach has no key.
         OSError: the file with the keys cannot be read.
     """
-    check_name(arguments.tool_parser)
-    format_name(None, arguments.reasoning_parser)
     keys = read_keys(arguments.api_key_file)
     _check_access(arguments, keys)
     warm = tuple(arguments.warm.split(",")) if arguments.warm else ()
     if wrong := [name for name in warm if name not in WARM]:
         raise ValueError(f"--warm: expected some of {','.join(WARM)}, got {wrong[0]!r}")
-    return Settings(
+    settings = Settings(
         names=tuple(arguments.served_model_name or (arguments.target,)),
         keys=tuple(map(digest_of, keys)),
         warm=warm,
@@ -218,6 +216,8 @@ def make_settings(arguments: argparse.Namespace) -> Settings:
         reasoning=not arguments.no_reasoning,
         **{name: getattr(arguments, name) for name in SAME},
     )
+    check_formats(None, settings)
+    return settings
 
 
 def _check_access(arguments: argparse.Namespace, keys: Sequence[str]) -> None:

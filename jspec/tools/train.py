@@ -51,6 +51,18 @@ OPTIONS = {  # help of the option for each field of `TrainConfig`
     "temperature": "temperature of such an answer",
     "init": "folder of a head to go on with",
 }
+GROUPS = {  # the fields in the groups of the help; the first ones matter most
+    "what to set first": ("method", "steps", "epochs", "length", "batch", "learning_rate", "draft_vocab"),
+    "loss": ("ttt", "decay", "loss", "anchors", "gamma"),
+    "optimiser": ("optimizer", "warmup", "final", "beta1", "beta2", "weight_decay", "clip"),
+    "evaluation": ("held_out", "eval_every", "eval_rows"),
+    "head": (
+        *("init", "layers", "intermediate_size", "feature_layers", "rope_theta", "copy_layers"),
+        *("eagle31", "mask_token", "markov_rank"),
+    ),
+    "answers of the target": ("regenerate", "max_tokens", "temperature"),
+    "run": ("seed", "devices", "keep_activations"),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,12 +79,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = ", ".join(QUANTIZE)
     parser.add_argument("--quantize", metavar="KIND", help=f"quantise the target's weights: {kinds}")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="picture of loss and acceptance, written at the end")
-    for field in dataclasses.fields(TrainConfig):
-        _add_field(parser, field)
+    by_name = {field.name: field for field in dataclasses.fields(TrainConfig)}
+    for title, names in GROUPS.items():
+        group = parser.add_argument_group(title)
+        for name in names:
+            _add_field(group, by_name[name])
     parser.set_defaults(run=run)
 
 
-def _add_field(parser: argparse.ArgumentParser, field: dataclasses.Field[Any]) -> None:
+def _add_field(parser: argparse._ActionsContainer, field: dataclasses.Field[Any]) -> None:
     """Declare the option for a field of `TrainConfig`, of which the parsed arguments have those that are given."""
     text = OPTIONS[field.name]
     is_said = field.default is None or field.default is False or "default" in text

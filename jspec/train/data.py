@@ -20,6 +20,8 @@ from jaxtyping import Bool, Integer
 from jspec.core.progress import progress_bar
 from jspec.core.shorten import short
 from jspec.engine.input.chat_input import format_conversations
+from jspec.engine.reading import reasoning
+from jspec.engine.reading.answers import template_of
 from jspec.engine.text.tokenizer import Tokenizer
 from jspec.train.shapes import SHAPES, DataError, parse
 
@@ -199,12 +201,42 @@ def _conversation(line: dict[str, Any], tokenizer: Tokenizer) -> list[Document]:
             whole = chat(tokenizer, line, index + 1, add_generation_prompt=False)
             start = _start(line, index, whole, tokenizer)
             if lost := _lost(message, whole, tokenizer):
-                raise DataError(
-                    f"messages: expected an answer that the chat template writes whole, but it leaves out {lost} of "
-                    f"message {index + 1}; give the conversation as prompt and completion"
-                )
+                before = chat(tokenizer, line, index)
+                whole, start = _generated(message, before, whole[start:], tokenizer), len(before)
+                if not whole:
+                    raise DataError(
+                        f"messages: expected an answer that the chat template writes whole, but it leaves out {lost} "
+                        f"of message {index + 1}; write its reasoning into the content, between the model's markers, "
+                        "or give the conversation as prompt and completion"
+                    )
             add_answer(made, whole, start)
     return made
+
+
+def _generated(message: Mapping[str, Any], before: list[int], rest: list[int], tokenizer: Tokenizer) -> list[int]:
+    """Return the tokens of a prompt and of an answer as the target generates it, with reasoning in its content.
+
+    Some templates remove the reasoning of every answer, although the target writes it.
+
+    Args:
+        before: the prompt, as the target gets it.
+        rest: the answer as the template writes it, which tells how it ends.
+
+    Returns:
+        The tokens; [] if the content has no reasoning between markers, or the template leaves out other text too.
+    """
+    format_ = reasoning.FORMATS.get(reasoning.format_name(template_of(tokenizer)) or "")
+    content, plain = (message.get("content") or "").strip(), tokenizer.with_special_tokens()
+    closing = next((end for end in format_.closings if end in content), None) if format_ is not None else None
+    if format_ is None or closing is None:
+        return []
+    answer, written = content.rpartition(closing)[2].strip(), plain.decode(rest).lstrip()
+    if not answer or not written.startswith(answer):
+        return []
+    if reasoning.begun_in(format_, plain.decode(before)) is not None:  # the prompt has the opening marker
+        for opening in format_.openings:
+            content = content.removeprefix(opening).lstrip()
+    return [*before, *tokenizer.encode(content + written[len(answer) :], add_special_tokens=False)]
 
 
 def _start(line: dict[str, Any], index: int, whole: list[int], tokenizer: Tokenizer) -> int:

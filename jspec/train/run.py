@@ -132,19 +132,20 @@ def fit(
         method.files(head, pair.target, tokens)  # a head that the format cannot hold is refused before it is trained
         steps = config.steps or math.ceil(config.epochs * len(material.train) / config.batch)
         _check_same(out / STATE / ABOUT, {"updates": steps, "rows": material.describe(), **ends})
-    program = TrainingProgram(method, pair.target, head, steps, mesh)
     checkpoints = Checkpoints(out / STATE / CHECKPOINTS)
-    state, measured = program.start(head), None
-    if checkpoints.steps:
-        state, measured = checkpoints.restore(state)
-    journal = Journal(out / STATE / JOURNAL, int(state.step))
 
     def export(head: Any) -> None:
         files = method.files(head, pair.target, tokens)
         with write_errors(out, checkpoints.steps[-1:]):
             write.write_head(out, *files, method.weights_file)
 
-    figures = Loop(config, material, program, steps).run(state, Meter(measured), checkpoints, journal, export)
+    with _out_of_memory_named(config):
+        program = TrainingProgram(method, pair.target, head, steps, mesh)
+        state, measured = program.start(head), None
+        if checkpoints.steps:
+            state, measured = checkpoints.restore(state)
+        journal = Journal(out / STATE / JOURNAL, int(state.step))
+        figures = Loop(config, material, program, steps).run(state, Meter(measured), checkpoints, journal, export)
     return Result(out, steps, figures, coverage, journal.path)
 
 
@@ -234,7 +235,25 @@ def _described(folder: Path, about: dict[str, Any]) -> Iterator[None]:
     except (ValueError, NotImplementedError):
         if is_new:
             file.unlink()
+            shutil.rmtree(folder / DATA, ignore_errors=True)
+            with contextlib.suppress(OSError):  # what was there before, and answers of the target, stay
+                folder.rmdir()
+                folder.parent.rmdir()
         raise
+
+
+@contextlib.contextmanager
+def _out_of_memory_named(config: TrainConfig) -> Iterator[None]:
+    """Name the options to lower if the device's memory runs out."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise ValueError(
+            f"train: length: expected rows of which an update of {config.batch} fits into the device's memory, got "
+            f"{config.length} tokens a row; lower length or batch, or divide the rows over more devices"
+        ) from error
 
 
 def _check_same(file: Path, about: dict[str, Any]) -> None:

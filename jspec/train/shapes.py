@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from convert.fields import cut
 from jspec.core.shorten import short
 from jspec.engine.input.chat_input import read_messages
 
@@ -48,8 +49,8 @@ def parse(value: Any, *, is_answered: bool = True) -> dict[str, Any]:
         case {"prompt": str(prompt)} if not is_answered:
             return {"prompt": prompt}
         case _:
-            keys = ", ".join(map(short, value)) if isinstance(value, dict) else type(value).__name__
-            raise DataError(f"expected one of the shapes, got {short(keys, 80) or 'no keys'}")
+            keys = f"the keys {', '.join(map(short, value))}" if isinstance(value, dict) else type(value).__name__
+            raise DataError(f"expected one of the shapes, got {cut(keys, 80)}")
 
 
 def _turn(turn: Any, name: str) -> Any:

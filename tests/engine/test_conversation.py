@@ -84,6 +84,10 @@ FOLDED: Any = {"role": "user", "content": "BE BRIEF\n\nhi"}
 OBJECTS: Any = [{**call, "function": {"name": "f", "arguments": {"x": 1, "é": "a b"}}} for call in CALLS]
 FIRST: Any = {"role": "assistant", "content": "", "reasoning_content": "why", "tool_calls": OBJECTS[:1]}
 SECOND: Any = {"role": "assistant", "content": "", "tool_calls": OBJECTS[1:]}
+TOLD: Any = [  # calls and results as texts
+    {"role": "assistant", "content": f'so\n[{", ".join([f"""{{"name": "f", "arguments": {JSON}}}"""] * 2)}]'},
+    {"role": "user", "content": "Result of f:\nbb\n\nResult of f:\naa\n\nhi"},
+]
 APART: Any = [SO, FIRST, RESULTS[1], SECOND, RESULTS[0]]
 
 
@@ -131,6 +135,9 @@ def renderer() -> ChatTemplate:
         (NO_SYSTEM + CALL_PARTS, [SYSTEM, USER, asks(JSON)], [part(FOLDED), part(asks(JSON, content=""))]),
         (LATE, [SYSTEM, USER, NO], [FOLDED, NO]),
         (TURNS, [{**USER, "tool_calls": [], "name": None}], [USER]),
+        (TURNS, [SYSTEM, USER, BOTH, *RESULTS, USER], [SYSTEM, USER, *TOLD]),
+        (NO_SYSTEM + TURNS, [SYSTEM, USER, BOTH, *RESULTS, USER], [FOLDED, *TOLD]),
+        (PARTS, [USER, BOTH, *RESULTS, USER], [part(USER), *map(part, TOLD)]),
         (TURNS, [USER, {"role": "assistant", "content": None, "refusal": "no"}], [USER, NO]),
         (TURNS, [USER, {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}], [USER, NO]),
     ],
@@ -155,7 +162,7 @@ def test_template_gets_the_form_that_it_reads(
          [USER, BOTH, *RESULTS, {**USER, "content": "lost"}], r"messages\[4\]: "),
         (NAMED, [USER, {"role": "assistant", "content": "hi"}], r"messages\[1\]: "),  # the text of the user's too
         (TURNS, [USER, {"role": "boss", "content": "hi"}], r"messages\[1\]\.role: expected one of .*, got 'boss'"),
-        (TURNS, [USER, asks(JSON)], r"messages\[1\]\.tool_calls\[0\]: .* a tool call, which it leaves out"),
+        (TURNS + "{{ tools }}", [USER, asks(JSON)], r"messages\[1\]\.tool_calls\[0\]: .* a tool call, which it leaves"),
         (calls("1"), [asks(JSON)], r"messages\[0\]\.tool_calls\[0\]\.function\.arguments: .* the arguments of"),
         (ITEMS, [asks("{broken")], r"messages\[0\]\.tool_calls\[0\].*: expected JSON text of an"),
         ("{% for m in messages %}{{ m.content[0] }}{% endfor %}", [USER], r"messages\[0\]: "),  # a letter, or a part
@@ -191,9 +198,9 @@ def test_template_that_leaves_out_the_same_in_two_forms_is_not_asked_for_all(
     monkeypatch.setattr(renderer, "_ask", lambda task: tasks.append(task) or ask(task))
     for template, messages, most in (
         ("{{ messages | length }}", [SYSTEM, USER], 4),
-        ("{{ messages | length }}", [SYSTEM, USER, asks(JSON), RESULTS[0]], 8 + 2),
-        ("{{ messages | length }}", [SYSTEM, USER, BOTH, *RESULTS], 4 + 3 * 2),
-        ("{{ raise_exception('no') }}", [SYSTEM, USER, BOTH, *RESULTS], 4 + 3 * 2),
+        ("{{ tools }}{{ messages | length }}", [SYSTEM, USER, asks(JSON), RESULTS[0]], 8 + 2),
+        ("{{ tools }}{{ messages | length }}", [SYSTEM, USER, BOTH, *RESULTS], 4 + 3 * 2),
+        ("{{ tools }}{{ raise_exception('no') }}", [SYSTEM, USER, BOTH, *RESULTS], 4 + 3 * 2),
     ):
         tasks.clear()
         with pytest.raises(ValueError, match=r"messages\[0\]: .* leaves out|no$"):

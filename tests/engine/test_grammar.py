@@ -179,7 +179,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (dict(regex="[z-a]"), "bad character range z-a at position 1$"),
     (dict(regex="x"), "regex='x': none of its texts can be written"),
     (dict(regex="a)(b"), "unbalanced parenthesis at position 1$"),
-    (dict(json_schema={"type": "integer", "not": {}}), r"json_schema='.*llguidance reads: .*\[\"not\"\]"),
+    (dict(json_schema={"type": "integer", "not": {}}), "json_schema: 'not' at #: no grammar enforces this"),
     (
         dict(json_schema={"$ref": "#/$defs/n", "$defs": {"n": {"type": "array", "items": {"$ref": "#/$defs/n"}}}}),
         "json_schema='.*none of its texts can be written",  # no token spells "["

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jspec import Chunk, Engine, SamplingParams
+from jspec.engine.callers.by_hand import ByHand
 from jspec.engine.request.sampling_params import sample_seed
 from tests.support import engines
 from tests.support.serving import wait_until
@@ -96,15 +97,18 @@ def test_stream_chunks_of_samples_contain_the_sample_index(engine: Engine) -> No
 
 
 def test_request_with_samples_that_is_aborted_ends_every_sample(engine: Engine) -> None:
-    request = engine.submit(PROMPT, SAMPLED)
-    wait_until(lambda: len(request.token_ids) >= 3)
-    engine.abort(request)
-    done = engine.result(request)
+    """By hand, because an engine in its own thread may end a completion before the abort."""
+    with ByHand(engine) as by_hand:
+        request = by_hand.submit(PROMPT, SAMPLED)
+        while len(request.token_ids) < 3:
+            by_hand.step()
+        by_hand.abort(request)
+        done = by_hand.result(request)
     assert [one.finish_reason for one in done.samples] == ["abort"] * N
     stream = engine.stream(PROMPT, SAMPLED)
     next(stream)
     stream.close()  # type: ignore[attr-defined]
-    assert engine.pages_in_use == 0 and not engine.scheduler.has_work
+    wait_until(lambda: engine.pages_in_use == 0 and not engine.scheduler.has_work)  # closing waits for no turn
 
 
 def test_result_of_a_request_with_samples_waits_for_all_of_them(engine: Engine) -> None:

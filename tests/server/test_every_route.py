@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import copy
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -76,12 +78,22 @@ STRICT: dict[str, Any] = {  # a strict tool, by route
 }
 
 
+THOUGHT = ANSWER.removesuffix(f"{CALL}\n{CALL}")
+WRONG = {  # answers with a call of each format, whose argument is wrong
+    "hermes": f"{THOUGHT}{CALL}".replace('"x": 1', '"x": 3'),
+    "harmony": SPOKEN.replace("<|other|>", "").replace('"x": 1', '"x": 3'),
+    "glm45": f"{THOUGHT}<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>3</arg_value>\n</tool_call>",
+    "seed_oss": f"{THOUGHT}<seed:tool_call><function=f><parameter=x>3</parameter></function></seed:tool_call>",
+    "qwen3_coder": f"{THOUGHT}<tool_call><function=f><parameter=x>\n3\n</parameter></function></tool_call>",
+    "gemma4": f"{THOUGHT}<|tool_call>call:f{{x:3}}<tool_call|>",
+}
+
+
 @pytest.mark.parametrize("route", STRICT)
-@pytest.mark.parametrize("format_", ["hermes", "harmony"])
+@pytest.mark.parametrize("format_", WRONG)
 def test_arguments_of_a_strict_tool_follow_its_schema_on_every_route(route: str, format_: str) -> None:
     engine = tool_serving.special_engine() if format_ == "harmony" else tool_serving.engine()
-    text = SPOKEN.replace("<|other|>", "") if format_ == "harmony" else ANSWER
-    with serving.running(engine) as server, tool_serving.telling(engine, text.replace('"x": 1', '"x": 3')):
+    with serving.running(engine, tool_parser=format_) as server, tool_serving.telling(engine, WRONG[format_]):
         content, reasoning, calls = found_in(server, route, tools=[STRICT[route]])
         assert (content, reasoning) == ("Look:", "Need f." if format_ == "harmony" else "I call.")
         assert calls and all(json.loads(arguments) in ({"x": 1}, {"x": 2}) for _, arguments in calls)
@@ -136,10 +148,95 @@ def test_forced_calls_of_a_template_without_tools_work_on_every_route(route: str
     assert error["param"] == "tools" and 'set tool_choice to "required" or a tool' in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("is_harmony", "said", "options", "text", "reasoning"),
+    [
+        (False, ANSWER.removesuffix(CALL), {}, f"Look:\n{CALL}\n", "I call."),
+        (False, "I add.</think>\n3", {"chat_template_kwargs": {"enable_thinking": True}}, "3", "I add."),
+        (False, "3", {"chat_template_kwargs": {"enable_thinking": False}}, "3", ""),
+        (False, "d.</think>3", {"continue_final_message": True}, "3", "d."),
+        (False, '{"x": 1}', {"json_schema": SCHEMA, "chat_template_kwargs": {"enable_thinking": True}}, '{"x": 1}', ""),
+        (True, SPOKEN, {}, SPOKEN[SPOKEN.index("Look") :].replace("<|end|>", "\n").removesuffix("<|call|>"), "Need f."),
+        (
+            True,
+            "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant<|channel|>final<|message|>Hi",
+            {},
+            "Hi",
+            "Hm",
+        ),
+    ],
+)
+def test_engine_splits_reasoning_from_the_text_of_chats(
+    is_harmony: bool, said: str, options: dict[str, Any], text: str, reasoning: str
+) -> None:
+    engine = tool_serving.special_engine() if is_harmony else tool_serving.engine()
+    messages = (
+        [*MESSAGES, {"role": "assistant", "content": "<think>I ad"}]
+        if "continue_final_message" in options
+        else MESSAGES
+    )
+    fields: dict[str, Any] = {"max_tokens": 200, "n": 2, **options}
+    with tool_serving.telling(engine, said):
+        (done,) = engine.chat(messages, **fields)
+        ((other,),) = [asyncio.run(engine.achat([messages], **fields))]
+        chunks = [chunk for chunk in engine.chat_stream(messages, **fields) if chunk.index == 1]
+    for each in (*done.samples, *other.samples):
+        assert (each.text, each.reasoning or "") == (text, reasoning)
+    assert ("".join(c.text or "" for c in chunks), "".join(c.reasoning or "" for c in chunks)) == (text, reasoning)
+    assert engine.generate("a", max_tokens=1)[0].reasoning is None
+
+
+@pytest.mark.parametrize("route", ["chat/completions", "messages", "messages/count_tokens"])
+def test_conversation_with_too_many_calls_is_refused_before_it_is_rendered(server: serving.Running, route: str) -> None:
+    call: dict[str, Any] = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    made: dict[str, Any] = {"content": None, "tool_calls": [call] * 1025}
+    if route != "chat/completions":
+        made = {"content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}] * 1025}
+    asked = {"model": serving.NAME, "messages": [*MESSAGES, *[{"role": "assistant", **made}] * 2, *MESSAGES]}
+    with server.http() as http:
+        error = http.post(f"/v1/{route}", json={**asked, **({} if "count" in route else {"max_tokens": 1})}).json()
+    assert error["error"]["message"].startswith("messages: expected at most 2048 tool calls, got 2050; ")
+
+
+@pytest.mark.parametrize("forced", [False, True])
+@pytest.mark.parametrize("route", STRICT)
+def test_keyword_that_no_grammar_enforces_is_named_by_the_clients_path(
+    server: serving.Running, route: str, forced: bool
+) -> None:
+    tool, schema = copy.deepcopy(STRICT[route]), {"properties": {"x": {"items": {"not": {}}, "type": "array"}}}
+    place = {"chat": "function.parameters", "responses": "parameters", "messages": "input_schema"}[route]
+    (tool["function"] if route == "chat" else tool)[place.split(".")[-1]] = {"type": "object", **schema}
+    asked: dict[str, Any] = {"model": serving.NAME, "tools": [tool], "max_tokens": 1, "messages": MESSAGES}
+    if route == "responses":
+        asked = {"model": serving.NAME, "tools": [tool], "input": "a"}
+    choice: Any = "required" if forced else "auto"
+    asked["tool_choice"] = {"type": "any" if forced else "auto"} if route == "messages" else choice
+    with server.http() as http:
+        error = http.post({"chat": "/v1/chat/completions"}.get(route, f"/v1/{route}"), json=asked).json()["error"]
+    path = f"tools[0].{place}.properties.x.items.not"
+    assert error["message"] == f"{path}: no grammar enforces this keyword; leave it out"
+    assert error.get("param", path) == path
+
+
 def test_server_with_a_format_that_does_not_exist_is_refused() -> None:
     for field in ("tool_parser", "reasoning_parser"):
         with pytest.raises(ValueError, match=f"^{field}: expected one of"):
             make_app(tool_serving.engine(), Settings(**{field: "other"}))  # type: ignore[arg-type]
+
+
+def test_reasoning_in_messages_of_their_own_cannot_be_left_in_the_content() -> None:
+    """The channels of harmony are no part of a text that users read."""
+    plain = tool_serving.engine()
+    cases: list[tuple[Any, dict[str, Any]]] = [
+        (tool_serving.special_engine(), {}),
+        (plain, {"reasoning_parser": "openai_gptoss"}),
+        (plain, {"tool_parser": "harmony"}),
+    ]
+    for engine, names in cases:
+        with pytest.raises(ValueError, match=r"^reasoning: expected True, got False \(--no-reasoning\)"):
+            make_app(engine, Settings(reasoning=False, **names))
+        make_app(engine, Settings(**names))
+    make_app(tool_serving.engine(), Settings(reasoning=False))
 
 
 def test_reasoning_that_a_special_token_of_the_prompt_has_begun_is_reasoning() -> None:
@@ -163,10 +260,6 @@ def test_parser_of_reasoning_by_name_overrides_the_templates() -> None:
     engine, text = tool_serving.special_engine(), "[THINK]I add.[/THINK]3"
     with serving.running(engine, reasoning_parser="mistral") as server, tool_serving.telling(engine, text):
         assert found_in(server, "chat", tools=None) == ("3", "I add.", [])
-    with serving.running(engine, reasoning=False) as server, tool_serving.telling(engine, SPOKEN):
-        content, reasoning, calls = found_in(server, "chat")
-        assert content.startswith("<|channel|>analysis<|message|>Need f.<|end|>Look:") and not reasoning
-        assert calls == FOUND[2]
 
 
 @pytest.mark.parametrize("prefill", ["<think>\nI", "<think>\nI "])

@@ -9,8 +9,10 @@ import httpx
 import pytest
 
 from jspec.engine.request.sampling_params import SamplingParams
+from jspec.server.app import make_app
 from jspec.server.ask.fields import CHAT, COMPLETIONS, read_fields
 from jspec.server.http.errors import ApiError
+from jspec.server.http.settings import Settings
 from jspec.server.routes.anthropic import MESSAGES
 from jspec.server.routes.responses import RESPONSES
 from jspec.server.tool_calls.tools import read_choice
@@ -254,3 +256,11 @@ def test_sampling_of_the_model_holds_for_fields_that_a_request_leaves_out(route:
     ):
         assert answer(ours) == answer(theirs, **sampling) != answer(theirs)
         assert answer(ours, temperature=0) == answer(theirs, **sampling | {"temperature": 0}) != answer(ours)
+
+
+def test_default_sampling_that_the_engine_cannot_follow_is_refused_when_the_application_is_made() -> None:
+    with serving.small_engine(2, 64, controls=False) as engine:
+        for sampling, needs in (({"repetition_penalty": 1.05}, "repetition_penalty=1.05"), ({"min_tokens": 2}, "min_")):
+            with pytest.raises(ValueError, match=rf"^sampling: expected no such default .*controls=False, got {needs}"):
+                make_app(engine, Settings(sampling=sampling))
+        make_app(engine, Settings(sampling={"repetition_penalty": 1, "top_k": 4}))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jspec.server.reading.json_scanner import JsonScanner, escaped
+from jspec.engine.reading.json_scanner import JsonScanner, escaped
 
 pytestmark = pytest.mark.once
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jspec.server.reading import reasoning
-from jspec.server.reading.reasoning import FORMATS
+from jspec.engine.reading import reasoning
+from jspec.engine.reading.reasoning import FORMATS
 from tests.support.answers import Joined, auto, check_every_split, joined, parsed, split
 
 pytestmark = pytest.mark.once
@@ -110,7 +110,10 @@ MESSAGES = [
     (f"{ANALYSIS}A.<|end|><|start|>assistant<|channel|>fi", Joined(reasoning="A.")),
     (f"{ANALYSIS}A.{FINAL}B", Joined("B", "A.")),
     ("Hello, < world", Joined("Hello, < world")),
-    (f"<|channel|>commentary to=functions.unknown json<|message|>{{}}<|end|>{FINAL}B", Joined("{}\nB")),
+    (
+        f"<|channel|>commentary to=functions.unknown json<|message|>{{}}<|end|>{FINAL}B",
+        Joined("<|channel|>commentary to=functions.unknown json<|message|>{}\nB"),
+    ),
     (f"<|channel|>analysis to=python code<|message|>1 + 1<|call|>{FINAL}B", Joined("B", "1 + 1")),
     (f"<|channel|>commentary {TO_F}not JSON", Joined("not JSON")),
 ]
@@ -129,11 +132,6 @@ def test_messages_of_harmony_that_the_prompt_has_begun_go_on() -> None:
         assert check_every_split(partial(make, prompt=ended), f" add.{FINAL}3") == Joined(" add.3")
     inside = f"<|start|>assistant{ANALYSIS}I"
     assert check_every_split(partial(make, prompt=inside), f" add.<|end|>{FINAL}3") == Joined("3", " add.")
-
-
-def test_reasoning_of_harmony_that_is_not_split_stays_with_its_markers() -> None:
-    text = f'{ANALYSIS}Need f.<|end|>{COMMENTARY} {TO_F}{{"x": 1}}<|call|>'
-    assert check_every_split(partial(auto, "harmony"), text) == Joined(f"{ANALYSIS}Need f.<|end|>", calls=F)
 
 
 # -- any text

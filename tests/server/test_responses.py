@@ -200,7 +200,7 @@ def test_stream_that_fails_ends_with_a_failed_response(server: serving.Running, 
         ({"tools": [TOOL, {**TOOL, "name": "a b"}]}, "tools[1].name"),
         (
             {"tools": [{**TOOL, "parameters": {"properties": {"x": {"type": "int"}}}}], "tool_choice": "required"},
-            "tools",
+            "tools[0].parameters.properties.x.type",
         ),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -12,10 +13,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from jspec.server.reading import text_reader
-from jspec.server.reading.text_reader import AnswerPart, CallDelta, OutputParser
+from jspec.engine.reading import text_reader
+from jspec.engine.reading.text_reader import AnswerPart, CallDelta, OutputParser
 from jspec.server.tool_calls.choose import FORMATS
-from tests.support.answers import TOOLS, Joined, auto, check_every_split, joined, parsed, split
+from tests.support.answers import TOOLS, Joined, auto, check_every_split, joined, parsed, split, tool
 
 pytestmark = pytest.mark.once
 
@@ -25,6 +26,10 @@ MARKERS = {  # of the formats whose text without calls is content
     "llama3_json": ["<|python_tag|>", ";"],
     "mistral": ["[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"],
     "pythonic": ["<|python_start|>", "<|python_end|>"],
+    "glm45": ["<tool_call>", "</tool_call>"],
+    "seed_oss": ["<seed:tool_call>", "</seed:tool_call>", "</parameter>"],
+    "qwen3_coder": ["<tool_call>", "</tool_call>", "</parameter>"],
+    "gemma4": ["<|tool_call>", "<tool_call|>", '<|"|>'],
 }
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-999, 999) | st.sampled_from([0.5, -1e30]) | st.text(max_size=5),
@@ -108,6 +113,81 @@ def harmony(draw: Any) -> tuple[str, Joined]:
     return "<|start|>assistant".join(texts), Joined(before, calls=calls)
 
 
+# How GLM, Seed-OSS and Qwen3-Coder write calls and arguments; published in their chat templates.
+MARKUP = {
+    "glm45": ("<tool_call>{}~{}</tool_call>", "<arg_key>{}</arg_key>~<arg_value>{}</arg_value>~"),
+    "seed_oss": (
+        "<seed:tool_call>~<function={}>~{}</function>~</seed:tool_call>",
+        "<parameter={}>{}</parameter>~",
+    ),
+    "qwen3_coder": ("<tool_call>~<function={}>~{}</function>~</tool_call>", "<parameter={}>\n{}\n</parameter>~"),
+}
+TYPES = {
+    "x": {"type": "string"},
+    "city": {"anyOf": [{"enum": ["a", "5"]}, {"$ref": "#/$defs/no"}]},
+    "y_2": {"type": ["number", "boolean", "array", "object", "null"]},
+}
+TYPED = [tool(name, {"properties": TYPES, "$defs": {"no": {"type": "null"}}}) for name in NAMES]
+TYPED_CALLS = st.lists(
+    st.tuples(
+        st.sampled_from(NAMES),
+        st.fixed_dictionaries(
+            {},
+            optional={
+                "x": st.text(max_size=5) | st.sampled_from(["5", "null", '"a"', " \n", "<arg", "</param\n"]),
+                "city": st.sampled_from(["a", "5", None]),
+                "y_2": VALUES.filter(lambda value: not isinstance(value, str)),
+            },
+        ),
+    ),
+    min_size=1,
+    max_size=3,
+)
+
+
+def write_value(draw: Any, format_: str, value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    as_python = format_ != "glm45" and draw(st.booleans())
+    return repr(value) if as_python else json.dumps(value, ensure_ascii=False)
+
+
+@st.composite
+def markup(draw: Any, format_: str) -> tuple[str, Joined]:
+    gap = draw(st.sampled_from(["\n", ""]))
+    call, argument = (text.replace("~", gap) for text in MARKUP[format_])
+    made, before, texts = draw(TYPED_CALLS), draw(st.sampled_from(["", "I look.", "a < b, <tool"])), [""]
+    for name, arguments in made:
+        written = [argument.format(key, write_value(draw, format_, value)) for key, value in arguments.items()]
+        texts.append(call.format(name, "".join(written)))
+    calls = [(name, json.dumps(arguments, ensure_ascii=False)) for name, arguments in made]
+    return before + draw(BLANKS).join(texts) + draw(BLANKS), Joined(before, calls=calls)
+
+
+def gemma_value(value: Any, quote: str = "") -> str:
+    """Return a value as Gemma 4's chat template writes it."""
+    if isinstance(value, str):
+        return f'<|"|>{value}<|"|>'
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{quote}{key}{quote}:{gemma_value(value[key], quote)}' for key in value)}}}"
+    return f"[{','.join(gemma_value(item, quote) for item in value)}]" if isinstance(value, list) else json.dumps(value)
+
+
+@st.composite
+def gemma4(draw: Any) -> tuple[str, Joined]:
+    before, quote = draw(st.sampled_from(["", "I look.", "a < b, <|tool"])), draw(st.sampled_from(["", '<|"|>']))
+    keys = st.text("aé_ ", min_size=1, max_size=3).map(str.strip)
+    value = st.recursive(
+        VALUES.filter(lambda value: not isinstance(value, (list, dict))),
+        lambda inner: st.lists(inner, max_size=2) | st.dictionaries(keys, inner, max_size=2),
+        max_leaves=4,
+    )
+    calls = draw(st.lists(st.tuples(st.sampled_from(NAMES), st.dictionaries(keys, value, max_size=3)), min_size=1))
+    texts = [f"<|tool_call>call:{name}{gemma_value(arguments, quote)}<tool_call|>" for name, arguments in calls]
+    written = [(name, json.dumps(arguments, ensure_ascii=False)) for name, arguments in calls]
+    return before + draw(BLANKS).join(["", *texts, ""]), Joined(before, calls=written)
+
+
 @settings(max_examples=300, deadline=None)
 @given(
     case=st.one_of(
@@ -119,8 +199,10 @@ def harmony(draw: Any) -> tuple[str, Joined]:
                 ("mistral", mistral),
                 ("pythonic", python_lists),
                 ("harmony", harmony),
+                ("gemma4", gemma4),
             ]
         ]
+        + [st.tuples(st.just(name), markup(name)) for name in MARKUP]
     ),
     cuts=CUTS,
 )
@@ -128,12 +210,18 @@ def test_parser_of_calls_in_its_format_finds_names_and_exact_arguments(
     case: tuple[str, tuple[str, Joined]], cuts: list[int]
 ) -> None:
     format_, (text, expected) = case
-    assert parsed(partial(auto, format_), [text]) == expected
-    assert parsed(partial(auto, format_), split(text, cuts)) == expected
-    assert parsed(partial(auto, format_), [*text]) == expected
+    make = partial(auto, format_, tools=TYPED if format_ in MARKUP else TOOLS)
+    assert parsed(make, [text]) == expected
+    assert parsed(make, split(text, cuts)) == expected
+    assert parsed(make, [*text]) == expected
 
 
 # -- any text
+
+
+EXAMPLE = 'ab <tool_call>{"name": "f", "arguments": {}}</tool_call>'
+HARMONY = "<|start|>assistant to=functions.f<|channel|>commentary<|message|>{}<|call|>"
+JSON = ("hermes", "llama3_json", "mistral")  # formats whose arguments are JSON
 
 
 def without_markup(format_: str, parts: Sequence[AnswerPart], text: str) -> bool:
@@ -151,6 +239,8 @@ def scraps(draw: Any) -> tuple[str, str]:
     pieces = [*MARKERS[format_], *(marker[:-2] for marker in MARKERS[format_]), *"{}[](),:=;'\"\\ \nx1-<|"]
     pieces += ['{"name": "f", ', '"arguments": ', '"parameters": {', '{"x": 1}}', "[f(x=1", "get_", '"name"', "f"]
     pieces += ["", '{"name": "f", "arguments": {"x": [1, "a"]}}', "[f(x=[1, 'a'])]", "f[ARGS]{"]
+    pieces += ["<function=f>", "<parameter=x>", "</function>", "<arg_key>x</arg_key>", "<arg_value>1</arg_value>"]
+    pieces += ["call:f{", "<tool_call>f<arg_key>", "x:1,", 'x:<|"|>a']
     return format_, "".join(draw(st.lists(st.sampled_from(pieces), max_size=8)))
 
 
@@ -168,7 +258,7 @@ def test_parser_of_any_scraps_gives_the_same_for_any_split_and_loses_nothing(
     assert parsed(make, [*text]) == whole
     if not whole.calls:
         assert whole.content == text
-    elif format_ != "pythonic":  # whose arguments are JSON that the text does not have
+    elif format_ in JSON:
         parser = make()
         assert without_markup(format_, [*parser.push(text), *parser.finish()], text)
 
@@ -202,6 +292,14 @@ def test_parser_of_a_text_without_calls_returns_it_unchanged(format_: str, text:
         ("mistral", "[TOOL_CALLS]unknown[ARGS]{}"),
         ("mistral", "[TOOL_CALLS]f[ARGS][]"),
         ("mistral", "[TOOL_CALLS]f[CALL_ID]abc"),
+        ("glm45", "<tool_call>unknown\n</tool_call>"),
+        ("glm45", "<tool_call>f is a tool</tool_call>"),
+        ("glm45", "<tool_call>f"),
+        ("seed_oss", "<seed:tool_call><function=unknown></function></seed:tool_call>"),
+        ("seed_oss", "<seed:tool_call>f</seed:tool_call>"),
+        ("qwen3_coder", "<function=f></function>"),
+        ("gemma4", "<|tool_call>f{}<tool_call|>"),
+        ("gemma4", "<|tool_call>call:unknown{}<tool_call|>"),
         ("pythonic", "[f(x=1)] is how"),
         ("pythonic", "[f(x=1), g(y=2)]"),
         ("pythonic", "[1, 2, 3]"),
@@ -251,6 +349,24 @@ def test_parser_of_what_only_looks_like_a_call_returns_it_as_content(format_: st
         ("pythonic", "[f(x='a\nb', y=\"\r\n\\\n\x00\")]", "", [("f", r'{"x": "a\nb", "y": "\r\n\u0000"}')]),
         ("llama3_json", '{"name": "f", "parameters": {}}; b', "; b", [("f", "{}")]),
         (
+            "glm45",
+            'a <tool_call>f\n<arg_key>s</arg_key>\n<arg_value>[1, "a\n"]</arg_value>\n</tool_call>\n b',
+            "a\n b",
+            [("f", r'{"s": [1, "a\n"]}')],
+        ),
+        ("glm45", "<tool_call>f<arg_key>s</arg_key>1</tool_call>", "<arg_key>s</arg_key>1</tool_call>", [("f", "")]),
+        ("glm45", "<tool_call>f<arg_key>s</arg_key><arg_value>5</arg_value><arg_ke", "", [("f", '{"s": 5')]),
+        ("glm45", "<tool_call>f<arg_key>s</arg_key><arg_value>[5", "", [("f", '{"s": [5')]),
+        ("glm45", "<tool_call>f<arg_key>s</arg_key><arg_value>a\n", "", [("f", r'{"s": "a\n')]),
+        ("glm45", "<tool_call>f<arg_key>is how\nit begins", "<arg_key>is how\nit begins", [("f", "")]),
+        ("seed_oss", "<seed:tool_call><function=f><parameter=a>True</parameter></function", "", [("f", '{"a": true')]),
+        ("seed_oss", "<seed:tool_call><function=f><parameter=a>1</parameter> b", " b", [("f", '{"a": 1')]),
+        ("qwen3_coder", "<tool_call><function=f>\n</tool_call>\nb", "\nb", [("f", "{}")]),
+        ("gemma4", '<|tool_call>call:f{s:<|"|>"\n<|"|>,b:{c:None]}', "]}", [("f", r'{"s": "\"\n", "b": {"c": null')]),
+        ("gemma4", "<|tool_call>call:f{s:Paris}<tool_call|>", "s:Paris}<tool_call|>", [("f", "")]),
+        ("gemma4", '<|tool_call>call:f{s:<|"|>Par', "", [("f", '{"s": "Par')]),
+        ("gemma4", "<|tool_call>call:f{s:1", "", [("f", '{"s": 1')]),
+        (
             "mistral",
             '[TOOL_CALLS][{"name": "f", "arguments": {}}, {"name": "g", "arguments": {}}]',
             ', {"name": "g", "arguments": {}}]',
@@ -299,6 +415,26 @@ def test_parser_hands_on_every_character_of_arguments_at_once(format_: str, head
         assert first == AnswerPart(call=CallDelta(0, arguments=character))
 
 
+@pytest.mark.parametrize(
+    ("format_", "head"),
+    [
+        ("glm45", "<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>"),
+        ("seed_oss", "<seed:tool_call>\n<function=f>\n<parameter=x>"),
+        ("gemma4", '<|tool_call>call:f{x:<|"|>'),
+    ],
+)
+def test_parser_hands_on_every_character_of_texts_at_once(format_: str, head: str) -> None:
+    parser = auto(format_, tools=TYPED)
+    assert joined(parser.push(head)).calls == [("f", '{"x": "')]
+    for character in 'a\n"\\é<':
+        parts = parser.push(character)
+        assert (
+            "".join(part.call.arguments for part in parts if part.call)
+            == json.dumps(character, ensure_ascii=False)[1:-1]
+            or character == "<"
+        )
+
+
 @pytest.mark.parametrize(("format_", "marker"), [(name, markers[0]) for name, markers in MARKERS.items()])
 def test_parser_holds_back_blanks_and_beginnings_of_a_marker_alone(format_: str, marker: str) -> None:
     parser, text, shown = auto(format_), f"a {marker[:-1]} {marker[0]}{marker[:2]}b \n", ""
@@ -317,6 +453,16 @@ def test_llama_parser_lets_go_of_other_json_once_it_can_be_no_call(text: str) ->
     assert joined([part for character in text for part in parser.push(character)]).content == text
 
 
+def test_time_for_a_text_at_once_is_that_for_its_pieces() -> None:
+    times = []
+    for pieces in ([HARMONY] * 8000, [HARMONY * 8000]):
+        parser, start = auto("harmony"), time.process_time()
+        parts = [part for piece in pieces for part in parser.push(piece)]
+        times.append(time.process_time() - start)
+        assert sum(part.call is not None and part.call.id is not None for part in parts) == 8000
+    assert times[1] < 3 * times[0] + 0.2
+
+
 # -- negative controls
 
 
@@ -331,9 +477,6 @@ class PieceByPiece:
 
     def finish(self) -> list[AnswerPart]:
         return []
-
-
-EXAMPLE = 'ab <tool_call>{"name": "f", "arguments": {}}</tool_call>'
 
 
 def test_check_of_splits_of_a_parser_without_memory_fails() -> None:

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
 
+from jspec.engine.grammar import json_schema
 from jspec.engine.text.tokenizer import HFTokenizer
 from jspec.server.tool_calls.choose import check_name, parser_for
 from jspec.server.tool_calls.tools import read_choice
@@ -26,7 +28,50 @@ EXAMPLES = {  # a chat template, and a call in its format
     'Respond in the format {"name": function name, ...}.': '<|python_tag|>{"name": "f", "parameters": {}}',  # Llama 3.2
     "{{ '<|python_start|>' }} {{ '<|python_tag|>' }}": "[f()]",
     "[func_name1(params_name1=params_value1)] <|python_tag|>": "[f()]",
+    "{{ '<tool_call>' }} {{ '<arg_key>' }}": "<tool_call>f\n</tool_call>",
+    "{{ '<seed:tool_call>\n<function=' }} {{ '<parameter=' }}": "<seed:tool_call><function=f></function>",
+    "{{ '<tool_call>\n<function=' }} {{ '<parameter=' }}": "<tool_call>\n<function=f>\n</function>\n</tool_call>",
+    "{{ '<|tool_call>call:' }} {{ '<|channel>thought\n' }}": "<|tool_call>call:f{}<tool_call|>",
 }
+# How the chat templates of GLM-4.5 to 4.7, Seed-OSS, Qwen3-Coder and Gemma 4 write a call.
+WRITTEN = {
+    "glm45": """<tool_call>{{ f.name }}
+{% for key, value in f.arguments.items() %}<arg_key>{{ key }}</arg_key>
+<arg_value>{{ value if value is string else value | tojson }}</arg_value>
+{% endfor %}</tool_call>""",
+    "glm47": """<tool_call>{{ f.name }}{% for key, value in f.arguments.items() %}<arg_key>{{ key }}</arg_key>\
+<arg_value>{{ value if value is string else value | tojson }}</arg_value>{% endfor %}</tool_call>""",
+    "seed_oss": """<seed:tool_call>
+<function={{ f.name }}>
+{% for key, value in f.arguments.items() %}<parameter={{ key }}>{{ value | string }}</parameter>
+{% endfor %}</function>
+</seed:tool_call>""",
+    "qwen3_coder": """<tool_call>
+<function={{ f.name }}>
+{% for key, value in f.arguments.items() %}<parameter={{ key }}>
+{{ value | tojson if value is mapping or (value is sequence and value is not string) else value | string }}
+</parameter>
+{% endfor %}</function>
+</tool_call>""",
+    "gemma4": """{% macro shown(value) %}{% if value is string %}<|"|>{{ value }}<|"|>{% elif value is mapping %}\
+{{ '{' }}{% for key, item in value | dictsort %}{{ key }}:{{ shown(item) }}{{ '' if loop.last else ',' }}{% endfor %}\
+{{ '}' }}{% elif value is boolean %}{{ value | lower }}{% elif value is iterable %}[{% for item in value %}\
+{{ shown(item) }}{{ '' if loop.last else ',' }}{% endfor %}]{% else %}{{ value }}{% endif %}{% endmacro %}\
+<|tool_call>call:{{ f.name }}{{ shown(f.arguments) }}<tool_call|>""",
+}
+ARGUMENTS: dict[str, Any] = {
+    "city": 'Zürich "5"\n',
+    "code": "  if x < 1:\n\treturn [1]\n",
+    "digits": "12",
+    "days": [1, -2.5, {"a": [True, None, "x"]}],
+    "exact": False,
+    "note": None,
+    "size": 10**20,
+}
+
+
+def type_of(value: Any) -> dict[str, Any]:
+    return {"type": next(name for name, has in json_schema.TYPES.items() if has(value))}
 
 
 def named(name: str) -> dict[str, Any]:
@@ -38,6 +83,20 @@ def test_parser_for_a_chat_template_reads_its_format_alone(template: str) -> Non
     for other, text in EXAMPLES.items():
         expected = FOUND if text == EXAMPLES[template] else Joined(text)
         assert parsed(lambda: parser_for(template, None, read_choice(TOOLS, "auto"), None), [text]) == expected, other
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_calls_that_a_template_writes_are_read_as_they_were(name: str) -> None:
+    """The template is rendered by transformers; the schema alone tells texts from other values."""
+    template = f"{{% set f = messages[0].tool_calls[0].function %}}{WRITTEN[name]}"
+    function = {"name": "f", "arguments": ARGUMENTS}
+    message = {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]}
+    (text,), _ = render_jinja_template([[message]], chat_template=template)
+    tools = [tool("f", {"properties": {key: type_of(value) for key, value in ARGUMENTS.items()}})]
+    answer = f"Look:\n{text}{text}"
+    found = check_every_split(lambda: parser_for(template, None, read_choice(tools, "auto"), None), answer)
+    assert [(name, json.loads(arguments)) for name, arguments in found.calls] == [("f", ARGUMENTS)] * 2
+    assert found.content == "Look:"
 
 
 def test_parser_for_a_name_overrides_the_chat_template() -> None:
@@ -63,10 +122,11 @@ def test_parser_for_the_template_of_qwen_reads_its_own_calls(data: Path) -> None
     assert found.content == "Look:"
 
 
-@pytest.mark.parametrize("template", [None, "{{ messages }}", "<tool_call><function=f>", "<tool_call>f<arg_key>x"])
+@pytest.mark.parametrize("template", [None, "{{ messages }}", "<tool_call><function=f>"])
 def test_parser_for_an_unknown_template_raises_and_names_the_formats(template: str | None) -> None:
     with pytest.raises(
-        ValueError, match=r"^tools: expected .* hermes, llama3_json, mistral, pythonic, harmony, got .*required"
+        ValueError,
+        match=r"^tools: expected .* hermes, llama3_json, mistral, pythonic, harmony, gemma4, .*, got .*required",
     ):
         parser_for(template, None, read_choice(TOOLS, "auto"), None)
     for choice in ("none", "required", named("f")):
@@ -76,7 +136,9 @@ def test_parser_for_an_unknown_template_raises_and_names_the_formats(template: s
 
 def test_parser_for_an_unknown_name_raises_and_names_the_formats() -> None:
     for check in (lambda: check_name("qwen"), lambda: parser_for(None, "qwen", read_choice(None, None), None)):
-        with pytest.raises(ValueError, match=r"^tool_parser: expected one of hermes, .*pythonic, harmony, got 'qwen'$"):
+        with pytest.raises(
+            ValueError, match=r"^tool_parser: expected one of hermes, .*pythonic, harmony, .*, got 'qwen'$"
+        ):
             check()
     check_name(None)
 

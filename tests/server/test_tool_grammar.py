@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,13 +12,15 @@ import pytest
 from jspec import Engine, SamplingParams
 from jspec.engine.grammar import json_schema
 from jspec.engine.grammar.cfg_matcher import LarkGrammar, Matcher
-from jspec.server.reading.reasoning import FORMATS
-from jspec.server.reading.text_reader import AnswerPart
-from jspec.server.tool_calls import harmony
+from jspec.engine.reading import harmony
+from jspec.engine.reading.reasoning import FORMATS
+from jspec.engine.reading.text_reader import AnswerPart
+from jspec.server.tool_calls import gemma, markup
 from jspec.server.tool_calls.auto_grammar import auto_grammar
 from jspec.server.tool_calls.choose import parser_for
 from jspec.server.tool_calls.grammar import tool_grammar
 from jspec.server.tool_calls.tools import read_choice
+from tests.server.test_tool_calls import gemma_value
 from tests.support import byte_grammars, byte_pair
 from tests.support.answers import TOOLS, Joined, joined, tool
 from tests.support.random_schemas import END
@@ -143,16 +146,39 @@ def test_tool_grammar_of_a_named_tool_is_the_schema_of_its_arguments() -> None:
 @pytest.mark.parametrize(
     ("tools", "error"),
     [
-        ([tool("f", {"type": "object", "propertys": {}})], "tools: f: json_schema: 'propertys' at #: "),
-        ([tool("f", {"properties": {"x": {"type": "int"}}})], "tools: f: json_schema: 'type' at #/properties/x: "),
+        ([tool("f", {"type": "object", "propertys": {}})], r"tools\[0\]\.function\.parameters\.propertys: "),
+        (
+            [tool("g"), tool("f", {"properties": {"x": {"type": "int"}}})],
+            r"tools\[1\]\.function\.parameters\.properties\.x\.type: expected one of",
+        ),
+        (
+            [tool("g"), tool("f", {"properties": {"x": {"anyOf": [{}, {"not": {}}]}}})],
+            r"tools\[1\]\.function\.parameters\.properties\.x\.anyOf\[1\]\.not: no grammar enforces this keyword",
+        ),
+        (
+            [tool("f", {"properties": {"x": {"$ref": "#/$defs/a"}}, "$defs": {"a": {"format": "iri"}}})],
+            r"tools\[0\]\.function\.parameters\.\$defs\.a\.format: expected one of date, ",
+        ),
+        (
+            [tool("f", {"properties": {"a b": {"not": {}}}})],
+            r"tools\[0\]\.function\.parameters: 'not' at #/properties/a b: ",
+        ),
         ([tool("f", {"title": "a" * 2**16})], "tools: json_schema: expected at most 65536 characters"),
         ([tool(name, {"properties": {name * 40_000: {}}}) for name in "ab"], "tools: json_schema: expected at most"),
-        ([tool("f", {"type": "object", "properties": {"x": {"$id": "a"}}})], r"tools: f: json_schema: '\$id' at"),
+        (
+            [tool("f", {"type": "object", "properties": {"x": {"$id": "a"}}})],
+            r"tools\[0\]\.function\.parameters\.properties\.x\.\$id: ",
+        ),
     ],
 )
 def test_tool_grammar_of_a_wrong_schema_raises_and_names_the_tool(tools: Any, error: str) -> None:
     with pytest.raises(ValueError, match=f"^{error}"):
         tool_grammar(read_choice(tools, "required"))
+    for each in tools:
+        each["function"]["strict"] = True
+    if "at most" not in error:
+        with pytest.raises(ValueError, match=f"^{error}"):
+            auto_grammar(read_choice(tools, "auto"), "hermes", {}, None)
 
 
 def test_tool_grammar_of_too_many_large_schemas_raises_before_it_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +196,9 @@ def test_tool_grammar_of_too_many_large_schemas_raises_before_it_reads_them(monk
 X = {"type": "object", "properties": {"x": {"enum": [1, 2]}}, "required": ["x"], "additionalProperties": False}
 STRICT = [tool("f", X), tool("g", X)]
 STRICT[0]["function"]["strict"] = True
-TOKENS = {text: 0xC0 + i for i, text in enumerate(["<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", *harmony.MARKERS])}
+MARKUP = (*markup.FORMATS["seed_oss"].markers[:2], *markup.FORMATS["glm45"].markers[2:])
+MARKERS = ("<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", *harmony.MARKERS, *gemma.MARKERS, *MARKUP)
+TOKENS = {text: 0xC0 + i for i, text in enumerate(MARKERS)}
 HEAD, TO = "<|channel|>analysis<|message|>Need f.<|end|><|start|>assistant", "to=functions."
 ALLOWED = {  # texts in each format that a strict tool allows, and whether each has one call at its end or none
     "hermes": [
@@ -202,6 +230,29 @@ ALLOWED = {  # texts in each format that a strict tool allows, and whether each 
         (f"<|channel|>commentary {TO}g<|message|>{{}}<|call|><|start|>assistant<|channel|>final<|message|>a", False),
         (f"<|channel|>commentary {TO}g<|message|>{{}}<|end|>{HEAD} {TO}g<|channel|>commentary<|message|>{{}}", False),
     ],
+    "glm45": [
+        ("a < b, <tool", True),
+        ("Look: <tool_call>f\n<arg_key>x</arg_key>\n<arg_value>1</arg_value>\n</tool_call>", True),
+        ("<tool_call>f<arg_key>x</arg_key><arg_value>2</arg_value></tool_call> b", False),
+        ("<tool_call>g<arg_key>y</arg_key><arg_value>3</arg_value></tool_call>\n<tool_call>g</tool_call>", False),
+    ],
+    "seed_oss": [
+        ("a < b, <seed:tool", True),
+        ("<seed:tool_call>\n<function=f>\n<parameter=x>1</parameter>\n</function>\n</seed:tool_call>", True),
+        ("<seed:tool_call><function=g></function></seed:tool_call>", True),
+        ("<seed:tool_call><function=g></function></seed:tool_call> b", False),
+    ],
+    "qwen3_coder": [
+        ("<tool_call>\n<function=f>\n<parameter=x>\n1\n</parameter>\n</function>\n</tool_call>", True),
+        ("<tool_call><function=g><parameter=x>\na\n</parameter></function></tool_call> b", False),
+    ],
+    "gemma4": [
+        ("a < b, <|tool", True),
+        ("Look: <|tool_call>call:f{x:1}<tool_call|>", True),
+        ('<|tool_call>call:g{x:3,y:[{<|"|>a<|"|>:<|"|>b<|"|>}]}<tool_call|>', True),
+        ("<|tool_call>call:f{x:1}<tool_call|><|tool_call>call:g{}<tool_call|>", False),
+        ("<|tool_call>call:f{x:1}<tool_call|> b", False),
+    ],
 }
 REFUSED = {
     "hermes": ["<tool_call>x", '<tool_call>{"name": "f", "arguments": {"x": 3}}', '<tool_call>{"name": "h", '],
@@ -217,6 +268,14 @@ REFUSED = {
         f'{HEAD} {TO}f<|channel|>commentary json<|message|>{{"x": 3}}',
         f"{HEAD}<|channel|>commentary {TO}h<|message|>{{}}",
     ],
+    "glm45": [
+        "<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>3</arg_value>\n</tool_call>",
+        "<tool_call>f</tool_call>",
+        "<tool_call>h</tool_call>",
+    ],
+    "seed_oss": ["<seed:tool_call><function=f><parameter=y>1</parameter></function></seed:tool_call>"],
+    "qwen3_coder": ["<tool_call><function=f><parameter=x>3</parameter></function></tool_call>"],
+    "gemma4": ["<|tool_call>call:f{x:3}<tool_call|>", "<|tool_call>call:f{}<tool_call|>", "<|tool_call>call:h{}"],
 }
 
 
@@ -241,7 +300,11 @@ def allows(lark: str, text: str, specials: dict[str, int]) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("format_", "specials"), [*((name, TOKENS) for name in ALLOWED), ("llama3_json", {}), ("mistral", {})]
+    ("format_", "specials"),
+    [
+        *((name, TOKENS) for name in ALLOWED),
+        *((name, {}) for name in ("llama3_json", "mistral", "glm45", "seed_oss", "gemma4")),
+    ],
 )
 def test_grammar_of_strict_tools_leaves_text_free_and_calls_only_as_the_schema_says(
     format_: str, specials: dict[str, int]
@@ -260,10 +323,99 @@ def test_grammar_of_strict_tools_leaves_text_free_and_calls_only_as_the_schema_s
         assert not allows(lark, text, specials), text
 
 
+RICH = {
+    "type": "object",
+    "properties": {
+        "s": {"type": "string"},
+        "e": {"enum": ["a", "b c", None]},
+        "n": {"anyOf": [{"type": "integer", "minimum": 2}, {"type": "null"}]},
+        "l": {"type": "array", "items": {"$ref": "#/$defs/tree"}},
+        "t": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    },
+    "required": ["e"],
+    "additionalProperties": False,
+    "$defs": {
+        "tree": {
+            "type": "object",
+            "properties": {"v": {"type": "boolean"}, "kids": {"type": "array", "items": {"$ref": "#/$defs/tree"}}},
+            "additionalProperties": False,
+        }
+    },
+}
+RIGHT: list[dict[str, Any]] = [
+    {"e": "a"},
+    {"e": None, "n": 2, "t": "null x"},
+    {"s": 'x "{}"\n', "e": "b c", "l": [{}, {"v": True, "kids": [{"kids": []}]}], "t": None},
+    {"e": "a", "n": None, "l": []},
+]
+FALSE: list[dict[str, Any]] = [
+    {},
+    {"e": "c"},
+    {"e": "a", "n": 1},
+    {"e": "a", "n": "x"},
+    {"e": "a", "l": [{"v": 1}]},
+    {"e": "a", "l": [{"kids": [{"w": 1}]}]},
+    {"e": "a", "u": 1},
+]
+
+
+def as_glm(given: dict[str, Any]) -> str:
+    parts = ((key, value if isinstance(value, str) else json.dumps(value)) for key, value in given.items())
+    inside = "".join(f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in parts)
+    return f"<tool_call>f\n{inside}</tool_call>"
+
+
+def as_gemma(given: dict[str, Any]) -> str:
+    return f"<|tool_call>call:f{gemma_value(given)}<tool_call|>"
+
+
+@pytest.mark.parametrize("specials", [{}, TOKENS])
+@pytest.mark.parametrize(("format_", "write"), [("glm45", as_glm), ("gemma4", as_gemma)])
+def test_grammar_of_strict_tools_follows_schemas_in_values_that_are_no_json(
+    format_: str, write: Callable[[Any], str], specials: dict[str, int]
+) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": RICH, "strict": True}}]
+    lark = lark_of(format_, specials, tools)
+    for given in RIGHT:
+        assert allows(lark, write(given), specials), given
+        parser = parser_for(None, format_, read_choice(tools, "auto"), None)
+        ((_, arguments),) = joined([*parser.push(write(given)), *parser.finish()]).calls
+        assert json.loads(arguments) == given
+    for given in FALSE:
+        assert not allows(lark, write(given), specials), given
+
+
+@pytest.mark.parametrize(
+    ("format_", "schema", "place"),
+    [
+        ("glm45", {"properties": {"x": {"type": "string", "pattern": "a"}}}, "properties.x.pattern"),
+        ("glm45", {"properties": {"x": {"type": ["string", "integer"], "minimum": 1}}}, "properties.x.minimum"),
+        ("glm45", {"properties": {"x": {"type": "array", "contains": {}}}}, "properties.x.contains"),
+        ("glm45", {"properties": {"x": {"anyOf": [{"type": "string"}], "maxLength": 1}}}, "properties.x.maxLength"),
+        ("seed_oss", {"properties": {}, "additionalProperties": True}, "additionalProperties"),
+        ("seed_oss", {"properties": {"x": {"type": "string", "enum": [1]}}}, "properties.x.enum"),
+        ("gemma4", {"properties": {"x": {"type": "string", "const": 1}}}, "properties.x.const"),
+        ("gemma4", {"properties": {"x": {"enum": ["ab"], "maxLength": 1}}}, "properties.x.maxLength"),
+        ("glm45", {"properties": {"x": {"enum": ["ab"], "maxLength": 1}}}, "properties.x.maxLength"),
+        ("gemma4", {"properties": {"x": {"items": {"type": "string", "maxLength": 1}}}}, "properties.x.items"),
+        ("gemma4", {"properties": {"x": {"type": "array", "minItems": 1}}}, "properties.x.minItems"),
+    ],
+)  # fmt: skip
+def test_keyword_of_a_strict_tool_that_values_without_json_cannot_follow_is_refused_by_its_place(
+    format_: str, schema: Any, place: str
+) -> None:
+    tools = [tool("g"), {"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}]
+    with pytest.raises(ValueError, match=rf"^tools\[1\]\.function\.parameters\.{re.escape(place)}: "):
+        lark_of(format_, {}, tools)
+
+
 @pytest.mark.parametrize(
     ("format_", "name", "specials"),
     [
         ("hermes", "think", {}),
+        ("glm45", "think", {}),
+        ("gemma4", "gemma4", TOKENS | {"<|channel>": 0xD8, "<channel|>": 0xD9}),
+        ("seed_oss", "seed_oss", TOKENS | {"<seed:think>": 0xD8, "</seed:think>": 0xD9}),
         ("mistral", "mistral", {}),
         ("mistral", "mistral", {"[TOOL_CALLS]": 0xC0, "[ARGS]": 0xC1, "[THINK]": 0xC2, "[/THINK]": 0xC3}),
     ],
@@ -272,8 +424,14 @@ def test_grammar_of_strict_tools_leaves_text_free_and_calls_only_as_the_schema_s
 def test_grammar_of_strict_tools_leaves_reasoning_free_up_to_its_end(
     format_: str, name: str, specials: dict[str, int], parallel: bool | None
 ) -> None:
-    made = {"hermes": '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>', "mistral": '[TOOL_CALLS]f{"x": 1}'}
-    call, (start,), (end,) = made[format_], FORMATS[name].openings, FORMATS[name].closings
+    made = {
+        "hermes": '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>',
+        "mistral": '[TOOL_CALLS]f{"x": 1}',
+        "glm45": "<tool_call>f<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>",
+        "seed_oss": "<seed:tool_call><function=f><parameter=x>1</parameter></function></seed:tool_call>",
+        "gemma4": "<|tool_call>call:f{x:1}<tool_call|>",
+    }
+    call, (*_, start), (end,) = made[format_], FORMATS[name].openings, FORMATS[name].closings
     wrong, choice = call.replace("1", "3"), read_choice(STRICT, "auto")
     for has_begun in (False, True):
         lark = auto_grammar(choice, format_, specials, parallel, FORMATS[name], has_begun=has_begun)

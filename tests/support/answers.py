@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from jspec.server.reading.text_reader import AnswerPart, OutputParser
+from jspec.engine.reading.text_reader import AnswerPart, OutputParser
 from jspec.server.tool_calls.choose import parser_for
 from jspec.server.tool_calls.tools import read_choice
 
@@ -49,8 +49,10 @@ def joined(parts: Sequence[AnswerPart]) -> Joined:
     return found
 
 
-def auto(format_: str, *, reasoning: str | None = None, prompt: str = "", prefill: str = "") -> OutputParser:
-    choice = read_choice(TOOLS, "auto")
+def auto(
+    format_: str, *, reasoning: str | None = None, prompt: str = "", prefill: str = "", tools: Any = TOOLS
+) -> OutputParser:
+    choice = read_choice(tools, "auto")
     return parser_for(None, format_, choice, reasoning, prompt=f"{prompt}{prefill}", prefill=prefill)
 
 

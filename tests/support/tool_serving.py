@@ -16,7 +16,7 @@ import pydantic
 import pytest
 
 from jspec import Engine
-from jspec.server.tool_calls import harmony
+from jspec.engine.reading import harmony
 from tests.support import costs, paper_model, serving
 
 TEMPLATE = """{% if tools %}<|im_start|>tools {% for tool in tools %}{{ tool | tojson }}{% endfor %}<|im_end|>

@@ -17,7 +17,6 @@ from jspec.__main__ import main
 from jspec.engine.request.request import Chunk
 from jspec.engine.text.tokenizer import HFTokenizer
 from jspec.tools import chat, colour, demo, generate
-from jspec.tools.speed_meter import SpeedMeter
 from tests.support import lettered, tool_serving
 
 pytestmark = pytest.mark.once
@@ -239,12 +238,3 @@ def test_chat_template_option_replaces_the_targets_template_or_adds_one(
     assert rendered == ["def f():\n    pass\ndef g():", written, written]
     assert main(["chat", "--target", "demo", "--tokenizer", "bytes", "--chat-template", str(file)]) == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith("jspec: --chat-template: expected a tokenizer")
-
-
-@pytest.mark.parametrize(("tokens", "is_cut"), [(9, False), (9999, True)])
-def test_speed_meter_says_whether_the_engines_length_ended_the_text(tokens: int, is_cut: bool) -> None:
-    engine = lettered.paper_chain()
-    meter = SpeedMeter(engine, tokens)
-    for _ in meter.watch(engine.stream("ab", max_tokens=tokens, temperature=0.0, ignore_eos=True)):
-        pass
-    assert meter.line().endswith(f"; ended by max_len {engine.config.max_len}") == is_cut

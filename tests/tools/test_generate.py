@@ -103,6 +103,7 @@ def test_generate_command_chat_and_system_options_apply_the_chat_template(asked:
 
 def test_generate_command_sampling_options_set_the_requests_parameters(asked: list[Any]) -> None:
     words = "--temperature 0.5 --top-k 3 --top-p 0.9 --min-p 0.1 --repetition-penalty 1.2 --seed 7 --stop x --stop }"
+    words += " --presence-penalty 0.25 --frequency-penalty -0.5 --ignore-eos --logprobs 2"
     assert run(*words.split(), "ab") == 0
     expected = SamplingParams(
         max_tokens=6,
@@ -113,6 +114,10 @@ def test_generate_command_sampling_options_set_the_requests_parameters(asked: li
         repetition_penalty=1.2,
         seed=7,
         stop=("x", "}"),
+        presence_penalty=0.25,
+        frequency_penalty=-0.5,
+        ignore_eos=True,
+        logprobs=2,
     )
     assert asked == [("ab", expected)]
 
@@ -168,6 +173,24 @@ def test_generate_command_grammar_options_constrain_the_output(
     for given in (json.dumps(schema), f"@{tmp_path / 'schema.json'}"):
         assert run("--json-schema", given, "a") == 0
         assert json.loads(capsys.readouterr().out) in ("a", "b")
+    pytest.importorskip("llguidance", reason="the grammar library is not installed")
+    (tmp_path / "grammar").write_text('start: "1" pair\npair: "a" | "b1"')
+    assert run("--grammar", f"@{tmp_path / 'grammar'}", "a") == 0
+    assert re.fullmatch(r"1(a|b1)\n", capsys.readouterr().out)
+
+
+def test_generate_command_logprobs_option_prints_the_engines_records_after_the_text(
+    asked: list[Any], capsys: pytest.CaptureFixture
+) -> None:
+    assert run("--logprobs", "2", "--ignore-eos", "ab") == 0
+    ((prompt, params),) = asked
+    (done,) = lettered.paper_chain().generate(prompt, params)
+    text, heading, *lines = capsys.readouterr().out.splitlines()
+    assert text == done.text and heading.startswith("logprob ") and len(lines) == params.max_tokens
+    for record, line in zip(done.logprobs or [], lines, strict=True):
+        numbers, *top = line.split("; ")[0].split()[:2], *line.split("; ")[1].split(", ")
+        assert numbers == [f"{record.logprob:.3f}", str(record.rank)]
+        assert [each.split()[-1] for each in top] == [f"{value:.3f}" for value in record.top.values()]
 
 
 def test_generate_command_schema_file_missing_exits_2(asked: list[Any], capsys: pytest.CaptureFixture) -> None:
@@ -315,6 +338,7 @@ def test_speed_line_says_that_max_len_ended_an_answer(max_tokens: int | None, pr
             for _ in meter.watch(engine.stream(prompt, n=n, max_tokens=max_tokens, temperature=0.0, ignore_eos=True)):
                 pass
             assert meter.line().endswith(f"; ended by max_len {engines.MAX_LEN}") == is_cut
+            assert [float(speed) > 0.1 for speed in re.findall(r"([\d.]+) tokens/s", meter.line())] == [True]
 
 
 def test_generate_command_with_a_regex_and_without_its_library_says_so_before_it_looks_for_the_model(

@@ -14,7 +14,7 @@ from jspec import Eagle3, plot
 from jspec.__main__ import main
 from jspec.tools.command_line import make_parser
 from jspec.tools.generate import make_drafter
-from jspec.tools.train import OPTIONS
+from jspec.tools.train import GROUPS, OPTIONS
 from jspec.train import TrainConfig
 from jspec.train.journal import Journal
 from jspec.train.loop import Loop
@@ -70,6 +70,7 @@ def test_train_command_that_a_signal_ends_prints_one_line_and_goes_on(
 
 def test_every_field_of_the_options_has_a_help_text() -> None:
     assert list(OPTIONS) == [field.name for field in dataclasses.fields(TrainConfig)]
+    assert sorted(name for names in GROUPS.values() for name in names) == sorted(OPTIONS)
 
 
 def test_training_picture_shows_losses_and_acceptance_of_training_and_held_out_rows(tmp_path: Path) -> None:
@@ -82,4 +83,5 @@ def test_training_picture_shows_losses_and_acceptance_of_training_and_held_out_r
     drawn = [[line.get_xydata().tolist() for line in axes.lines if len(line.get_xdata())] for axes in (ax, other)]  # type: ignore[union-attr]
     assert drawn[0] == [[[1, 2.0], [2, 1.0], [3, 0.0]], [[3, 0.25]]]
     assert drawn[1] == [[[1, 1.25], [2, 1.5], [3, 1.75]], [[3, 1.5]]]
+    assert other.get_ylim() == (1, 2)  # noise of a hundredth is no success
     assert len(ax.get_legend().get_texts()) == 4  # type: ignore[union-attr]

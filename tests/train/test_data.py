@@ -140,9 +140,27 @@ def test_answer_is_counted_where_the_template_renders_it_without_the_end_of_the_
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     expected = theirs.apply_chat_template(messages, return_dict=False)
     assert documents_of(tmp_path, ours, {"messages": messages}) == [(expected, "b<|im_end|>")]
-    messages[1]["content"] = "<think>\nhm\n</think>b"
-    with pytest.raises(DataError, match=r"line 1: messages: .* leaves out content of message 2; give .* as prompt and"):
+    messages[1] |= {"reasoning_content": "hm"}
+    with pytest.raises(DataError, match=r"line 1: messages: .* leaves out reasoning_content of message 2; write its"):
         documents_of(tmp_path, ours, {"messages": messages})
+
+
+@pytest.mark.parametrize("opens", [True, False])
+def test_reasoning_that_the_template_removes_is_trained_on_as_the_target_writes_it(tmp_path: Path, opens: bool) -> None:
+    """DeepSeek R1's template removes all reasoning, and some begin it in the prompt; the target writes the rest."""
+    template = PROMPT_THINKS if opens else PROMPT_THINKS.replace("<think>\n", "")
+    ours, theirs = templated(tmp_path, template)
+    thought, second = "<think>\nhm\n</think>\n\nb", "<think>\nso\n</think>\n\ne"
+    messages = [USER, {**ANSWER, "content": thought}, {"role": "user", "content": "d"}, {**ANSWER, "content": second}]
+    expected = []
+    for size, text in ((1, thought), (3, second)):
+        prompt = theirs.apply_chat_template(messages[:size], add_generation_prompt=True, return_dict=False)
+        answer = f"{text.removeprefix('<think>' + chr(10)) if opens else text}<|im_end|>"
+        expected.append((prompt + theirs.encode(answer, add_special_tokens=False), answer))
+    assert documents_of(tmp_path, ours, {"messages": messages}) == expected
+    broken = [USER, {**ANSWER, "content": "no </think> answer </think>"}]
+    with pytest.raises(DataError, match=r"leaves out content of message 2"):
+        documents_of(tmp_path, ours, {"messages": broken})
 
 
 def test_conversations_are_messages_with_other_names(tmp_path: Path) -> None:

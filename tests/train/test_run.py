@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
@@ -262,6 +263,7 @@ def test_a_run_that_was_refused_begins_with_the_same_command_when_the_cause_is_g
     file.write_text(good + "[]\n")
     with pytest.raises(ValueError, match="line 9: "):
         runs.train(tmp_path, "head")
+    assert not (tmp_path / "head").exists()
     file.write_text(good)
     with pytest.raises(NotImplementedError, match="ascending states"):  # before any update
         runs.train(tmp_path, "head", feature_layers=[3, 1, 0])
@@ -330,6 +332,21 @@ def test_options_and_data_that_do_not_fit_the_target_are_refused_before_anything
     with pytest.raises(ValueError, match="anchors: expected none with method 'eagle3'"):
         runs.train(folder, "unused", anchors=4)
     assert not any((folder / name).exists() for name in ("large", "layers", "typo", "unused"))
+
+
+def test_a_run_whose_memory_runs_out_names_the_options_to_lower(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def update(self: Any, *arguments: Any) -> None:
+        raise jax.errors.JaxRuntimeError(message)
+
+    monkeypatch.setattr(loop.Loop, "_update", update)
+    message = "RESOURCE_EXHAUSTED: Out of memory allocating 1050096933109416 bytes."
+    with pytest.raises(
+        ValueError, match=r"^train: length: expected rows .* an update of \d+ .*; lower length or batch"
+    ):
+        runs.train(folder, "memory")
+    message = "INTERNAL: another error"
+    with pytest.raises(jax.errors.JaxRuntimeError, match="another error"):
+        runs.train(folder, "internal")
 
 
 def test_a_loss_that_is_not_a_number_stops_the_run_and_names_the_documents(

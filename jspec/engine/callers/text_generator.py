@@ -16,8 +16,15 @@ from jspec.core.config import EngineConfig
 from jspec.core.foreign_names import check_names
 from jspec.core.shorten import short
 from jspec.engine.callers.clients import Clients
-from jspec.engine.input.caller_input import PARAMETERS, Params, Prompt, Prompts
-from jspec.engine.input.chat_input import TEMPLATE_FIELDS, ChatFields, Conversation, format_conversations
+from jspec.engine.input.caller_input import PARAMETERS, Params, Prompt, Prompts, read_params
+from jspec.engine.input.chat_input import (
+    TEMPLATE_FIELDS,
+    ChatFields,
+    Conversation,
+    format_conversations,
+    read_conversations,
+)
+from jspec.engine.reading.answers import ChatSplitter
 from jspec.engine.request.request import Chunk, Completion, Request
 from jspec.engine.request.sampling_fields import SamplingFields
 from jspec.engine.run.output_processor import make_completion
@@ -204,14 +211,16 @@ class TextGenerator(Clients):
                 ``chat_template_kwargs``; and fields of `SamplingParams`, instead of ``params``.
 
         Returns:
-            One completion per conversation, in their order.
+            One completion per conversation, in their order. If the chat template is of a model that reasons, the
+            reasoning is in `Completion.reasoning` and no part of `Completion.text`.
 
         Raises:
             TypeError, ValueError: a message or an option is wrong, the chat template leaves a message out, or there is
                 no tokenizer or no chat template.
         """
-        prompts, rest = self._format(messages, fields)
-        return self.generate(prompts, params, sampling_params=sampling_params, trace=trace, progress=progress, **rest)
+        prompts, splitters = self._format(messages, params, sampling_params, fields)
+        made = self.generate(prompts, [each.params for each in splitters], trace=trace, progress=progress)
+        return [each.completed(done) for each, done in zip(splitters, made, strict=True)]
 
     async def achat(
         self,
@@ -223,8 +232,9 @@ class TextGenerator(Clients):
         **fields: Unpack[ChatFields],
     ) -> list[Completion]:
         """Complete conversations as `chat` does, for use in asyncio tasks; cancelling the task aborts the requests."""
-        prompts, rest = self._format(messages, fields)
-        return await self.agenerate(prompts, params, sampling_params=sampling_params, trace=trace, **rest)
+        prompts, splitters = self._format(messages, params, sampling_params, fields)
+        made = await self.agenerate(prompts, [each.params for each in splitters], trace=trace)
+        return [each.completed(done) for each, done in zip(splitters, made, strict=True)]
 
     def chat_stream(
         self,
@@ -236,16 +246,24 @@ class TextGenerator(Clients):
         **fields: Unpack[ChatFields],
     ) -> Iterator[Chunk]:
         """Format one conversation as `chat` does; yield the chunks of its completion, as `stream` does."""
-        prompts, rest = self._format(messages, fields)
+        prompts, splitters = self._format(messages, params, sampling_params, fields)
         if len(prompts) != 1:
             raise ValueError(f"messages: expected one conversation, got {len(prompts)}; call chat_stream for each")
-        return self.stream(prompts[0], params, sampling_params=sampling_params, trace=trace, **rest)
+        return splitters[0].streamed(self.stream(prompts[0], splitters[0].params, trace=trace))
 
-    def _format(self, messages: Any, fields: Mapping[str, Any]) -> tuple[list[list[int]], dict[str, Any]]:
-        """Return the token ids of each conversation, and the keyword arguments that are not the chat template's."""
+    def _format(
+        self, messages: Any, params: Any, sampling_params: Any, fields: Mapping[str, Any]
+    ) -> tuple[list[list[int]], list[ChatSplitter]]:
+        """Return the token ids of each conversation, and what splits its answers and has their parameters."""
         check_names("chat", fields, (*PARAMETERS, *TEMPLATE_FIELDS), {"Engine": OPTIONS})
         rest = {name: value for name, value in fields.items() if name not in TEMPLATE_FIELDS}
-        return format_conversations(self.tokenizer, messages, fields), rest
+        chats = read_conversations(messages)
+        prompts = format_conversations(self.tokenizer, chats, fields)
+        every = read_params(params, len(prompts), sampling_params=sampling_params, keywords=rest)
+        template, key = fields.get("chat_template"), fields.get("continue_final_message")
+        begun = [key and chat[-1].get("content" if key is True else key) for chat in chats]
+        cases = zip(prompts, every, begun, strict=True)
+        return prompts, [ChatSplitter(self.tokenizer, ids, each, template, text or "") for ids, each, text in cases]
 
     # -- requests
 

@@ -276,8 +276,8 @@ def with_subschemas(schema: Mapping[str, Any], change: Callable[[Any, str], Any]
     return changed
 
 
-def at(schema: Any, ref: str) -> Any:
-    """Return the part of a schema that a `$ref` points to.
+def at(schema: Any, ref: str, path: str = "#") -> Any:
+    """Return the part of a schema that a `$ref`, which stands at ``path``, points to.
 
     Raises:
         ValueError: the schema has no such part.
@@ -290,7 +290,7 @@ def at(schema: Any, ref: str) -> Any:
         elif isinstance(part, Mapping) and key in part:
             part = part[key]
         else:
-            _refuse("a $ref to a part of the same schema", ref)
+            _refuse("a place in the same schema", ref, f"'$ref' at {path}: ")
     if not isinstance(part, (bool, Mapping)) or (ref != "#" and not names):
-        _refuse("a $ref to a schema", ref)
+        _refuse("a place that has a schema", ref, f"'$ref' at {path}: ")
     return part

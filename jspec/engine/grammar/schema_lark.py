@@ -21,6 +21,13 @@ OPTIONS = {"whitespace_pattern": "[ ]?", "lenient": False, "coerce_one_of": Fals
 MAX_NUMBER = 2**53
 MAX_OPEN_BOUND, LITTLE = 2**20, 1e-9  # doubles distinguish a bound from bound + LITTLE
 NUMERIC = {"enum", "const", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
+UNENFORCED = frozenset(  # keywords that llguidance does not follow
+    [
+        *("not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems", "propertyNames"),
+        *("unevaluatedItems", "unevaluatedProperties", "dependentSchemas", "dependentRequired", "dependencies"),
+    ]
+)
+FORMATS = {*schema_regex.FORMATS, "email", "hostname", "ipv4", "ipv6", "uri", "duration", "unknown"}
 CONTROLS = [(0, 0x1F)]
 ANY = repeated(one_of(CONTROLS, is_negated=True), 0, None)
 
@@ -34,7 +41,30 @@ def lark_of(schema: Any, rule: str = "start") -> str:
     Raises:
         ValueError: a keyword cannot be enforced; the message names the keyword and its location.
     """
+    _check_keywords(schema)
     return f"{rule}: %json {json.dumps({**_rewritten({} if schema is True else schema, '#'), 'x-guidance': OPTIONS})}"
+
+
+def _check_keywords(root: Any) -> None:
+    """Refuse keywords and values that llguidance does not follow, because its errors do not say where they stand."""
+    waiting, seen = [("#", root)], set[str]()
+    while waiting:
+        path, schema = waiting.pop()
+        if not isinstance(schema, Mapping):
+            continue
+        keyword = next((keyword for keyword in schema if keyword in UNENFORCED), None)
+        if keyword is not None:
+            raise ValueError(f"json_schema: {keyword!r} at {path:.100}: no grammar enforces this keyword; leave it out")
+        if "string" in schema.get("type", "string") and schema.get("format", "date") not in FORMATS:
+            raise ValueError(
+                f"json_schema: 'format' at {path:.100}: expected one of {', '.join(sorted(FORMATS))}, got "
+                f"{schema['format']!r:.100}; leave it out, or give a pattern instead"
+            )
+        if "$ref" in schema and (ref := schema["$ref"]) not in seen:
+            seen.add(ref)
+            waiting.append((ref, json_schema.at(root, ref, path)))
+        parts = json_schema.subschemas(schema)
+        waiting += [(f"{path}/{name}", part) for name, part in parts if not name.startswith(("$defs/", "definitions/"))]
 
 
 def _rewritten(schema: Any, path: str) -> Any:

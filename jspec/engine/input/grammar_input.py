@@ -10,7 +10,7 @@ import logging
 import weakref
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
-from typing import final
+from typing import Any, final
 
 from jspec.engine.grammar import disjoint, json_schema, schema_lark, schema_regex
 from jspec.engine.grammar.builder import Builder
@@ -167,7 +167,11 @@ def _forms(field: str, value: str) -> tuple[str | None, str | None]:
     """
     if field != "json_schema":
         return (value, None) if field == "regex" else (None, value)
-    schema = disjoint.with_any_of(json_schema.parse(value))
+    return forms_of_schema(disjoint.with_any_of(json_schema.parse(value)))
+
+
+def forms_of_schema(schema: Any) -> tuple[str | None, str | None]:
+    """Return a checked JSON schema in the two forms of `_forms`; raise ValueError if it has neither."""
     try:
         regex = schema_regex.regex_of(schema)
     except NoTable:

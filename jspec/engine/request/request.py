@@ -246,6 +246,7 @@ class Chunk:
         stop_reason: the stop token or the stop string that ended the completion; None except in the last chunk.
         rounds: one record per round whose tokens are in this chunk, with ``trace=True``; else None.
         metrics: counters of the completion; None except in its last chunk.
+        reasoning: new text of the reasoning, of a chat; as in `Completion`.
     """
 
     text: str | None
@@ -259,6 +260,7 @@ class Chunk:
     stop_reason: int | str | None = None
     rounds: list[Round] | None = None
     metrics: Metrics | None = None
+    reasoning: str | None = None
 
 
 FOREIGN_ATTRIBUTES = {  # attributes of other libraries' results, and what jspec has instead
@@ -266,6 +268,7 @@ FOREIGN_ATTRIBUTES = {  # attributes of other libraries' results, and what jspec
     "choices": "samples, the n completions of the prompt",
     "generated_text": "text",
     "output_token_ids": "token_ids",
+    "reasoning_content": "reasoning",
     "cumulative_logprob": "logprobs, whose records have one logprob a token",
 }
 
@@ -288,6 +291,9 @@ class Completion:
             ``prompt_token_ids``, is shared by the completions of the prompt.
         pieces: text of each token, for coloured display.
         others: with ``n`` > 1, the second and later completions of the prompt; else empty.
+        reasoning: of a chat, the reasoning before the answer, which ``text`` then lacks and ``pieces`` have; None: the
+            chat template has none of the formats of `jspec.engine.reading.reasoning`, the tokenizer cannot show their
+            markers, a grammar leaves no room for it, or this is no chat.
     """
 
     text: str | None
@@ -303,6 +309,7 @@ class Completion:
     prompt_logprobs: list[TokenLogprob | None] | None = field(default=None, repr=False)
     pieces: list[str] | None = field(default=None, repr=False)
     others: tuple[Completion, ...] = field(default=(), repr=False)
+    reasoning: str | None = field(default=None, repr=False)
 
     def raise_for_error(self) -> Completion:
         """Raise the first error of the prompt's completions; return this completion if none has an error."""

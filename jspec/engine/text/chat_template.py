@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 from jspec.engine.text import template_process
-from jspec.engine.text.conversation import FAILED, MarkedCopy, forms, read_roles, wrong_arguments
+from jspec.engine.text.conversation import FAILED, MarkedCopy, calls_as_texts, forms, read_roles, wrong_arguments
 
 SECONDS, GIB = 5.0, 1.0  # limits: seconds of CPU time for one conversation, and GiB of memory for the process
 PATIENCE = 12  # a process without an answer after PATIENCE times the CPU limit of one conversation is ended
@@ -93,6 +93,7 @@ class ChatTemplate:
         special, end = {**tokenizer.special_tokens_map, **variables}, time.monotonic() + self._seconds
         read, faults = read_roles(messages, template), list[str]()
         copy = MarkedCopy(read)
+        read, copy.messages = (calls_as_texts(each, template) for each in (read, copy.messages))
         for both in forms(read, copy, faults):
             task = [template, {**options, "conversations": both}, special, wanted, 2 * self._seconds]
             answer = self._ask(_to_json(task))

@@ -4,7 +4,8 @@ Templates differ in what they read. Most take contents as texts, some as lists o
 of a tool call as an object, some as JSON text; some render tool calls only if the content is none. A template that gets
 another form raises an error, leaves a message out or writes Python's notation of a list. Some take no system message,
 one tool call a message, or no content beside a call. So the forms are tried one after the other, each beside a copy
-with a mark in every text: what the template leaves out lacks its mark.
+with a mark in every text: what the template leaves out lacks its mark. A template that names neither
+`tools` nor `tool_calls` gets calls and their results as texts.
 """
 
 from __future__ import annotations
@@ -91,6 +92,42 @@ def _form(
             made["content"] = [{"type": "text", "text": made["content"], **beside}]
         form.append(made)
     return form
+
+
+def calls_as_texts(messages: Messages, template: str = "") -> Messages:
+    """Return messages with calls as texts of the assistant, and their results as texts of the user.
+
+    Results and the user's next message are one message, because many templates want the two roles in turns. Messages
+    without calls, and those for a template that names tools, stay as they are.
+    """
+    if re.search(r"\btool(s|_calls)\b", template) or not any(message.get("tool_calls") for message in messages):
+        return messages
+    told: Messages = []
+    names: dict[Any, str] = {}  # of tools, by the id of the call
+    follows_result = False
+    for message in messages:
+        made, is_result = dict(message), message["role"] == "tool"
+        content = message.get("content") or ""
+        if calls := made.pop("tool_calls", None):
+            names |= {call.get("id"): call["function"]["name"] for call in calls}
+            made["content"] = f"{content}\n[{', '.join(map(_call_text, calls))}]".lstrip("\n")
+        if is_result:
+            name = names.get(message.get("tool_call_id"), message.get("name") or "the tool")
+            made = {"role": "user", "content": f"Result of {name}:\n{content}"}
+        if follows_result and made["role"] == "user":
+            told[-1]["content"] += f"\n\n{made.get('content') or ''}"
+        else:
+            told.append(made)
+        follows_result = is_result
+    return told
+
+
+def _call_text(call: Mapping[str, Any]) -> str:
+    """Return a call in the form in which `jspec.server.tool_calls.grammar` forces it."""
+    function = call["function"]
+    arguments = function.get("arguments") or {}
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return f'{{"name": {json.dumps(function["name"])}, "arguments": {text}}}'
 
 
 def _folded(messages: Messages) -> Messages:

@@ -6,10 +6,10 @@ import json
 from typing import Any
 
 from jspec.core.shorten import short
+from jspec.engine.reading import reasoning
 from jspec.server.ask.messages import MAX_MESSAGES, Translation, join_texts, kind_of_part
 from jspec.server.ask.values import listing, mapping, one_of, text
 from jspec.server.http.errors import invalid
-from jspec.server.reading import reasoning
 
 SWITCH = "enable_thinking"  # the variable by which chat templates turn reasoning on or off
 TEXT = {"text": "text"}

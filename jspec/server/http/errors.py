@@ -21,7 +21,7 @@ ANTHROPIC_PATH = "/v1/messages"  # beginning of the routes of Anthropic's API
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}  # by status; see `kind_of`
 INDEX = re.compile(r"\[(\d+)\]")
 FIELD = re.compile(
-    r"(?:SamplingParams\.)?([A-Za-z_][\w.-]*)((?:\[\d+\](?:\.[\w.-]+)?)*)(?:: |(?==))"
+    r"(?:SamplingParams\.)?([A-Za-z_][\w.$-]*)((?:\[\d+\](?:\.[\w.$-]+)?)*)(?:: |(?==))"
 )  # at the start of an error
 
 

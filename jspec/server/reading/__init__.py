@@ -1,1 +1,1 @@
-"""Reads answers while they arrive: text, reasoning, blocks, log-probabilities, rounds."""
+"""Forms of answers: blocks, log-probabilities, rounds."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 from uuid import uuid4
 
-from jspec.server.reading.text_reader import AnswerPart
+from jspec.engine.reading.text_reader import AnswerPart
 
 Kind = Literal["reasoning", "content", "call"]
 REASONING: Kind = "reasoning"

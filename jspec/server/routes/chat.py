@@ -7,24 +7,25 @@ from dataclasses import replace
 from typing import Any
 
 from jspec.engine.callers.text_generator import TextGenerator
+from jspec.engine.reading import reasoning
+from jspec.engine.reading.answers import may_reason, prompt_text, template_of
+from jspec.engine.reading.calls import call_delta, whole_calls
+from jspec.engine.reading.text_reader import AnswerPart, AnswerSpan, OutputParser
 from jspec.engine.request.request import Chunk, Request
 from jspec.engine.request.sampling_params import GRAMMARS
 from jspec.engine.request.too_long import check_characters
 from jspec.engine.text.chat_template import UnreadVariable
 from jspec.engine.text.tokenizer import Tokenizer
 from jspec.server.ask.fields import CHAT, Ask
-from jspec.server.ask.messages import render_messages
+from jspec.server.ask.messages import MAX_MESSAGES, render_messages
 from jspec.server.ask.values import count_characters
 from jspec.server.http.errors import invalid, refused
-from jspec.server.reading import reasoning
 from jspec.server.reading.logprobs import chat_entries, prompt_entries
-from jspec.server.reading.text_reader import AnswerPart, AnswerSpan, OutputParser
 from jspec.server.routes.answers import Answer, finish_reason, stop_reason
 from jspec.server.routes.service import Service
 from jspec.server.tool_calls import forced
 from jspec.server.tool_calls.auto_grammar import auto_grammar, is_needed
-from jspec.server.tool_calls.calls import call_delta, whole_calls
-from jspec.server.tool_calls.choose import MARKERS, format_of, parser_for, prompt_text, template_of
+from jspec.server.tool_calls.choose import MARKERS, format_of, parser_for
 from jspec.server.tool_calls.grammar import tool_grammar
 from jspec.server.tool_calls.tools import ToolChoice, read_choice
 
@@ -55,18 +56,21 @@ def render(tokenizer: Tokenizer | None, fields: dict[str, Any]) -> list[int]:
 
 
 def check_conversation(engine: TextGenerator, fields: dict[str, Any], field: str = "messages") -> None:
-    """Check that there are messages, a template to render them, and not too many characters in what it renders.
+    """Check that there are messages, a template to render them, and not too many calls or characters.
 
     Args:
         field: the field of the request that has the messages.
 
     Raises:
-        ApiError: one of the two is missing, or there are too many characters.
+        ApiError: one of the two is missing, or there are too many calls or characters.
     """
     if "messages" not in fields:
         raise invalid(field, "expected a list of messages, got nothing")
     if getattr(engine.tokenizer, "chat_template", "unknown") is None:
         raise invalid(field, "expected a model with a chat template, got one without; use /v1/completions with a text")
+    calls = sum(len(message.get("tool_calls", ())) for message in fields["messages"])
+    if calls > MAX_MESSAGES:  # as many results would be too many messages
+        raise invalid(field, f"expected at most {MAX_MESSAGES} tool calls, got {calls}; leave earlier turns out")
     for name in ("messages", *TEMPLATE_OPTIONS):
         check_length(engine, field if name == "messages" else name, count_characters(fields.get(name)))
 
@@ -105,7 +109,8 @@ class ChatAnswer(Answer):
             raise invalid("top_logprobs", "expected nothing without logprobs; set logprobs, or leave it out")
         self._template = template_of(service.engine.tokenizer)
         self._reasoning = reasoning.format_name(self._template, service.settings.reasoning_parser)
-        self._reasons = service.settings.reasoning and _may_reason(ask, self._reasoning)
+        grammars = [str(ask.params[field]) for field in GRAMMARS if field in ask.params]
+        self._reasons = service.settings.reasoning and may_reason(self._reasoning, grammars)
         self._choice = self._read_tools(service, ask)
         self._has_auto_grammar = is_needed(self._choice, ask.own.get("parallel_tool_calls"))
         super().__init__(service, ask)
@@ -244,14 +249,6 @@ def _check_alone(ask: Ask, *, has_grammar: bool) -> None:
             f"expected no schema or grammar beside {beside} that the model need not call; set tool_choice, or leave "
             "one out",
         )
-
-
-def _may_reason(ask: Ask, name: str | None) -> bool:
-    """Return whether an answer may have reasoning of a format; a grammar leaves room for it if it has a marker."""
-    if name is None:
-        return False
-    grammars = [str(ask.params[field]).replace("\\", "") for field in GRAMMARS if field in ask.params]
-    return all(any(marker in text for marker in reasoning.FORMATS[name].closings) for text in grammars)
 
 
 def _choice(index: int, delta: dict[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from jspec.engine.reading.json_scanner import is_object
 from jspec.engine.request.request import Chunk
 from jspec.server.ask.fields import BOTH, SAMPLING, WITHOUT_EFFECT, Ask, Field
 from jspec.server.ask.response_input import (
@@ -24,7 +25,6 @@ from jspec.server.ask.values import boolean, given, mapping, never, only, text
 from jspec.server.http.errors import ApiError, invalid
 from jspec.server.http.events import event
 from jspec.server.reading.blocks import CALL, CONTENT, REASONING, AnswerBlock, AnswerBlocks, Step
-from jspec.server.reading.json_scanner import is_object
 from jspec.server.routes.calls import Output
 from jspec.server.routes.chat import ChatAnswer
 from jspec.server.routes.service import Service

@@ -10,10 +10,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
-from jspec.engine.grammar import disjoint, json_schema, schema_lark
-from jspec.server.reading.reasoning import HARMONY, ReasoningFormat
-from jspec.server.tool_calls import harmony
+from jspec.engine.grammar import json_schema
+from jspec.engine.reading import harmony
+from jspec.engine.reading.reasoning import HARMONY, ReasoningFormat
+from jspec.server.tool_calls import gemma, gemma_grammar, markup, markup_grammar
+from jspec.server.tool_calls.markup import MarkedCalls
+from jspec.server.tool_calls.schema_rules import json_rule
 from jspec.server.tool_calls.tools import ToolChoice
 
 SP = r"[ \t\r\n]*"
@@ -32,8 +36,10 @@ class AutoGrammar:
         is_parallel: whether an answer may have several calls.
         reasoning: the format of reasoning that is split off; None: none is.
         has_begun: whether the prompt has begun reasoning.
+        write_calls: returns the rules of calls, of which "call" is one call.
 
     Attributes:
+        choice: what the answer may call.
         names: the names of the tools.
         is_parallel: whether an answer may have several calls; after a single one nothing follows.
     """
@@ -46,17 +52,20 @@ class AutoGrammar:
         is_parallel: bool,
         reasoning: ReasoningFormat | None = None,
         has_begun: bool = False,
+        write_calls: Callable[[AutoGrammar], list[str]],
     ) -> None:
-        self.names, self.specials, self.is_parallel = list(choice.schemas), specials, is_parallel
+        self.choice, self.names, self.specials, self.is_parallel = choice, list(choice.schemas), specials, is_parallel
         self._reasoning, self._has_begun = reasoning, has_begun
-        self._rules = [
-            _json_rule(f"args{i}", name, schema if name in choice.strict else {"type": "object"})
-            for i, (name, schema) in enumerate(choice.schemas.items())
-        ]
+        self._calls = write_calls(self)
 
     def marker(self, text: str) -> str:
         """Return a marker as its token, if it is a special one, or as text."""
         return f"<[{self.specials[text]}]>" if text in self.specials else json.dumps(text)
+
+    def _first(self, text: str) -> str:
+        """Return the special token with which a marker of reasoning begins; "": it begins with none."""
+        special = max((each for each in self.specials if text.startswith(each)), key=len, default="")
+        return self.marker(special) if special else ""
 
     def listed(self, separator: str) -> str:
         """Return a list of calls, or one call, with a separator between them."""
@@ -82,14 +91,15 @@ class AutoGrammar:
         start = f"({called})* free" if self.is_parallel and not bare else f"{called} | free"
         text = _text(f"(?s:.*{re.escape(trigger)}.*)", *([BARE_CALL] if bare else []))
         starts = [f"start: {start}"]
-        if self._reasoning is not None and {trigger, *self._reasoning.markers} <= self.specials.keys():
+        markers = self._reasoning.markers if self._reasoning is not None else ()
+        if self._reasoning is not None and trigger in self.specials and all(map(self._first, markers)):
             starts = self._after_special_reasoning(start, self._reasoning)
         return self.whole(*starts, f"before: {before}", f"free: {inside}TEXT?", text)
 
     def _after_special_reasoning(self, answer: str, reasoning: ReasoningFormat) -> list[str]:
         """Return the rules of answers that may begin with reasoning between special tokens, in which all is free."""
         inside = " | ".join(self.marker(text) for text in self.specials if text not in reasoning.closings)
-        opening = "" if self._has_begun else f"SP ({' | '.join(map(self.marker, reasoning.openings))}) "
+        opening = "" if self._has_begun else f"SP ({' | '.join(map(self._first, reasoning.openings))}) "
         closed = f"(thought ({' | '.join(map(self.marker, reasoning.closings))}))"
         return [
             f"start: {closed}{'' if self._has_begun else '?'} answer | thought",
@@ -118,9 +128,7 @@ class AutoGrammar:
 
     def whole(self, *rules: str) -> str:
         """Return a grammar of some rules and those of the calls."""
-        heads = [f"head{i}[lazy]: /{CALL_HEAD.replace('NAME', re.escape(name))}/" for i, name in enumerate(self.names)]
-        calls = [f'head{i} SP args{i} SP "}}"' for i in range(len(self.names))]
-        return "\n".join([*rules, f"call: {' | '.join(calls)}", *heads, *self._rules, f"SP: /{SP}/"])
+        return "\n".join([*rules, *self._calls, f"SP: /{SP}/"])
 
 
 def _text(*banned: str) -> str:
@@ -128,11 +136,18 @@ def _text(*banned: str) -> str:
     return f"TEXT: {' & '.join(['/(?s:.+)/', *(f'~/{each}/' for each in banned)])}"
 
 
-def _json_rule(rule: str, name: str, schema: object) -> str:
-    try:
-        return schema_lark.lark_of(disjoint.with_any_of(json_schema.parse(json_schema.text_of(schema))), rule)
-    except ValueError as error:
-        raise ValueError(f"tools: {name}: {error}") from error
+def _json_calls(grammar: AutoGrammar) -> list[str]:
+    """Return the rules of calls in JSON."""
+    names, choice = list(enumerate(grammar.names)), grammar.choice
+    calls = [f'head{i} SP args{i} SP "}}"' for i, _ in names]
+    heads = [f"head{i}[lazy]: /{CALL_HEAD.replace('NAME', re.escape(name))}/" for i, name in names]
+    arguments = [
+        choice.made(name, partial(json_rule, f"args{i}"))
+        if name in choice.strict
+        else json_rule(f"args{i}", {"type": "object"})
+        for i, name in names
+    ]
+    return [f"call: {' | '.join(calls)}", *heads, *arguments]
 
 
 def _hermes(grammar: AutoGrammar) -> str:
@@ -174,7 +189,22 @@ def _harmony(grammar: AutoGrammar) -> str | None:
     )
 
 
+def _marked_calls(written: MarkedCalls, grammar: AutoGrammar) -> list[str]:
+    return markup_grammar.rules(grammar.choice, grammar.marker, written)
+
+
+def _marked(start: str, grammar: AutoGrammar) -> str:
+    """Return the grammar of answers whose calls begin after a marker and have one at their end."""
+    return grammar.of(start, "call")
+
+
+CALLS: dict[str, Callable[[AutoGrammar], list[str]]] = {  # what writes the rules of calls that are not JSON
+    "gemma4": lambda grammar: gemma_grammar.rules(grammar.choice, grammar.marker),
+    **{name: partial(_marked_calls, written) for name, written in markup.FORMATS.items()},
+}
 GRAMMARS: dict[str, Callable[[AutoGrammar], str | None]] = {
+    "gemma4": partial(_marked, gemma.START),
+    **{name: partial(_marked, written.start) for name, written in markup.FORMATS.items()},
     "hermes": _hermes,
     "llama3_json": _llama3_json,
     "mistral": _mistral,
@@ -219,7 +249,11 @@ def auto_grammar(
         return None
     write = GRAMMARS.get(format_name, lambda grammar: None)
     is_parallel = parallel_tool_calls is not False
-    lark = write(AutoGrammar(choice, specials, is_parallel=is_parallel, reasoning=reasoning, has_begun=has_begun))
+    calls = CALLS.get(format_name, _json_calls)
+    grammar = AutoGrammar(
+        choice, specials, is_parallel=is_parallel, reasoning=reasoning, has_begun=has_begun, write_calls=calls
+    )
+    lark = write(grammar)
     _check(lark, choice, format_name)
     return lark
 

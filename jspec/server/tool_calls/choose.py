@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 
 from jspec.core.shorten import short
-from jspec.engine.text.tokenizer import Tokenizer
-from jspec.server.reading import reasoning as thinking
-from jspec.server.reading.reasoning import HARMONY
-from jspec.server.reading.text_reader import OutputParser, Reader, Reading, TextParser
-from jspec.server.tool_calls import forced, harmony, hermes, llama3_json, mistral, pythonic
-from jspec.server.tool_calls.calls import AnswerCalls, make_id
+from jspec.engine.reading import answers, harmony
+from jspec.engine.reading import reasoning as thinking
+from jspec.engine.reading.calls import AnswerCalls, make_id
+from jspec.engine.reading.reasoning import HARMONY
+from jspec.engine.reading.text_reader import OutputParser, Reader, Reading, TextParser
+from jspec.server.http.settings import Settings
+from jspec.server.tool_calls import forced, gemma, hermes, llama3_json, markup, mistral, pythonic
 from jspec.server.tool_calls.tools import ToolChoice
 
 FORMATS: dict[str, Callable[[Reader, AnswerCalls], Reading[None]]] = {
@@ -19,16 +21,20 @@ FORMATS: dict[str, Callable[[Reader, AnswerCalls], Reading[None]]] = {
     "mistral": mistral.read,
     "pythonic": pythonic.read,
     HARMONY: harmony.read,
+    "gemma4": gemma.read,
+    **{name: partial(markup.read, written=written) for name, written in markup.FORMATS.items()},
 }
-PROMPT_END = 16  # tokens of a prompt that tell whether it ends inside reasoning
 MARKERS = (  # texts of the formats that may be special tokens
     *("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
-    *(pythonic.START, pythonic.END, *harmony.MARKERS),
-    *(marker for format_ in thinking.FORMATS.values() for marker in ("<|channel>", *format_.markers)),
+    *(pythonic.START, pythonic.END, *gemma.MARKERS, *answers.MARKERS),
+    *(marker for written in markup.FORMATS.values() for marker in written.markers),
 )
 SIGNS: tuple[tuple[str, str], ...] = (  # a text in a chat template, and its format; the first one found counts
-    ("<function=", ""),  # calls as XML, which no format here reads
-    ("<arg_key>", ""),
+    ("<seed:tool_call>", "seed_oss"),
+    ("<arg_key>", "glm45"),
+    ("<parameter=", "qwen3_coder"),
+    ("<function=", ""),  # other calls with tags, which no format here reads
+    ("<|tool_call>call:", "gemma4"),
     ("<|channel|>", HARMONY),
     ("<tool_call>", "hermes"),
     ("[TOOL_CALLS]", "mistral"),
@@ -37,18 +43,6 @@ SIGNS: tuple[tuple[str, str], ...] = (  # a text in a chat template, and its for
     ("<|python_tag|>", "llama3_json"),
     ('Respond in the format {"name": function name', "llama3_json"),
 )
-
-
-def template_of(tokenizer: Tokenizer | None) -> str | None:
-    """Return the chat template of a tokenizer, or all of several; None: there is none."""
-    template = getattr(tokenizer, "chat_template", None)
-    return "\n".join(template.values()) if isinstance(template, dict) else template
-
-
-def prompt_text(tokenizer: Tokenizer, prompt: Sequence[int], *, is_whole: bool = False) -> str:
-    """Return the text of a prompt with the markers of the formats, or its end, which tells how an answer begins."""
-    shown = tokenizer.with_special_tokens(MARKERS) if tokenizer.hidden_ids else tokenizer
-    return shown.decode(prompt if is_whole else prompt[-PROMPT_END:])
 
 
 def parser_for(
@@ -74,18 +68,11 @@ def parser_for(
         ValueError: the format is unknown, or the answer may have calls and the template has none of the formats.
     """
     read, new_id = _reader_of(choice, chat_template, name)
-    names, is_split = frozenset(choice.schemas), reasoning is not None and not choice.is_forced
+    thought = None if choice.is_forced else reasoning
 
     def read_answer(reader: Reader) -> Reading[None]:
-        calls = AnswerCalls(reader, names, new_id)
-        if read is harmony.read or (is_split and reasoning == HARMONY):
-            yield from harmony.read(reader, calls, prompt, splits_reasoning=is_split)
-            return
-        if is_split:
-            assert reasoning is not None
-            format_ = thinking.FORMATS[reasoning]
-            yield from thinking.read(reader, format_, begun=thinking.begun_in(format_, prompt, prefill))
-        yield from read(reader, calls)
+        calls = AnswerCalls(reader, choice.schemas, new_id)
+        yield from answers.read(reader, calls, thought, read, prompt=prompt, prefill=prefill)
 
     return TextParser(read_answer)
 
@@ -94,6 +81,21 @@ def check_name(name: str | None) -> None:
     """Raise ValueError if there is no format of tool calls with this name."""
     if name is not None and name not in FORMATS:
         raise ValueError(f"tool_parser: expected one of {', '.join(FORMATS)}, got {short(name)}")
+
+
+def check_formats(chat_template: str | None, settings: Settings) -> None:
+    """Check how a server's answers with calls and reasoning are read.
+
+    Raises:
+        ValueError: there is no such format, or reasoning in this format cannot be left in the content.
+    """
+    check_name(settings.tool_parser)
+    names = settings.tool_parser, thinking.format_name(chat_template, settings.reasoning_parser)
+    if HARMONY in names and not settings.reasoning:
+        raise ValueError(
+            "reasoning: expected True, got False (--no-reasoning), because in this model's format the reasoning is a "
+            "message of its own, which cannot be left in the content; leave it out"
+        )
 
 
 def format_of(chat_template: str | None, name: str | None) -> str:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jspec.engine.grammar import json_schema
+from jspec.engine.input.grammar_input import forms_of_schema
+from jspec.server.tool_calls.schema_rules import moved_to, parsed
 from jspec.server.tool_calls.tools import ToolChoice
 
 
@@ -24,27 +26,25 @@ def tool_grammar(choice: ToolChoice, parallel_tool_calls: bool | None = None) ->
     """
     if not choice.is_forced:
         return None
-    _check("tools: ", {"$defs": choice.schemas}, json_schema.check_size)  # before the slow checks
-    for name, schema in choice.schemas.items():
-        _check(f"tools: {name}: ", schema)
+    _check({"$defs": choice.schemas}, json_schema.check_size)  # before the slow checks
+    for name in choice.schemas:
+        choice.made(name, lambda schema: forms_of_schema(parsed(schema)))
     if choice.mode == "named":
         (schema,) = choice.schemas.values()
         return {"json_schema": schema}
     calls: dict[str, Any] = {"anyOf": [_call_schema(name) for name in choice.schemas]}
     if parallel_tool_calls is not False:
         calls = {"type": "array", "items": calls, "minItems": 1}
-    calls["$defs"] = {name: _moved(schema, f"#/$defs/{name}") for name, schema in choice.schemas.items()}
-    _check("tools: ", calls)
+    calls["$defs"] = {name: moved_to(schema, f"#/$defs/{name}") for name, schema in choice.schemas.items()}
+    _check(calls)
     return {"json_schema": calls}
 
 
-def _check(
-    field: str, schema: Mapping[str, Any], check: Callable[[Mapping[str, Any]], object] = json_schema.text_of
-) -> None:
+def _check(schema: Mapping[str, Any], check: Callable[[Mapping[str, Any]], object] = json_schema.text_of) -> None:
     try:
         check(schema)
     except ValueError as error:
-        raise ValueError(f"{field}{error}") from error
+        raise ValueError(f"tools: {error}") from error
 
 
 def _call_schema(name: str) -> dict[str, Any]:
@@ -55,13 +55,3 @@ def _call_schema(name: str) -> dict[str, Any]:
         "required": ["name", "arguments"],
         "additionalProperties": False,
     }
-
-
-def _moved(schema: Any, pointer: str) -> Any:
-    """Return a checked schema, without annotations, whose references hold when it stands at ``pointer``."""
-    if not isinstance(schema, Mapping):
-        return schema
-    moved = json_schema.with_subschemas(schema, lambda part, _: _moved(part, pointer), "")
-    if "$ref" in moved:
-        moved["$ref"] = pointer + moved["$ref"][1:]
-    return {key: value for key, value in moved.items() if key not in ("$id", "id", "$schema")}

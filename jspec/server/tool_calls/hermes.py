@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from jspec.server.reading.text_reader import Reader, Reading
-from jspec.server.tool_calls.calls import AnswerCalls
+from jspec.engine.reading.calls import AnswerCalls
+from jspec.engine.reading.text_reader import Reader, Reading
 
 
 def read(reader: Reader, calls: AnswerCalls) -> Reading[None]:

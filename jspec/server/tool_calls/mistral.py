@@ -10,8 +10,8 @@ import re
 import secrets
 import string
 
-from jspec.server.reading.text_reader import Reader, Reading
-from jspec.server.tool_calls.calls import AnswerCalls
+from jspec.engine.reading.calls import AnswerCalls
+from jspec.engine.reading.text_reader import Reader, Reading
 
 NAME, ID = re.compile(r"[\w.-]*"), re.compile(r"[a-zA-Z0-9]{0,9}")
 
@@ -33,7 +33,7 @@ def read(reader: Reader, calls: AnswerCalls) -> Reading[None]:
 def _read_named(reader: Reader, calls: AnswerCalls) -> Reading[None]:
     """Read ``name[ARGS]{...}``, as far as there is one."""
     name = yield from reader.take_run(NAME)
-    if name not in calls.names:
+    if name not in calls.schemas:
         return
     if (yield from reader.take("[CALL_ID]")):
         yield from reader.take_run(ID)

@@ -15,8 +15,8 @@ import re
 from collections.abc import Collection
 from typing import Any
 
-from jspec.server.reading.text_reader import Reader, Reading
-from jspec.server.tool_calls.calls import AnswerCalls
+from jspec.engine.reading.calls import AnswerCalls
+from jspec.engine.reading.text_reader import Reader, Reading
 
 START, END = "<|python_start|>", "<|python_end|>"
 MAX_CHARACTERS = 2**16  # most characters of a list of calls
@@ -40,7 +40,7 @@ def read(reader: Reader, calls: AnswerCalls) -> Reading[None]:
     has_more = True
     while has_more:
         yield from reader.skip_blanks()
-        text = yield from _read_list(reader, calls.names)
+        text = yield from _read_list(reader, calls.schemas)
         made = [] if text is None else _parsed(text)
         yield from reader.skip_blanks()
         if made and ((yield from reader.take(END)) or reader.at == len(reader.text)):
@@ -128,6 +128,18 @@ def _may_follow(previous: str, token: str, closers: list[str], names: Collection
 
 def _is_literal(token: str) -> bool:
     return token[:1] in ("'", '"') or token in CONSTANTS or NUMBER.fullmatch(token) is not None
+
+
+def value_text(text: str) -> str | None:
+    """Return the JSON of a value that is written as Python writes it; None: the text is no such value."""
+    reader = Reader()
+    reader.text, reader.ended = f"[f(x={text})]", True
+    try:
+        next(_read_list(reader, ("f",)))
+    except StopIteration as stop:
+        made = [json.loads(arguments) for _, arguments in (_parsed(stop.value) if stop.value == reader.text else ())]
+        return json.dumps(made[0]["x"], ensure_ascii=False) if [*map(list, made)] == [["x"]] else None
+    raise AssertionError("a text that has ended waits for nothing")
 
 
 def _parsed(text: str) -> list[tuple[str, str]]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 from jspec.core.shorten import short
 from jspec.engine.grammar import json_schema
@@ -14,7 +14,10 @@ from jspec.engine.grammar.closed_schema import closed
 MODES = ("none", "auto", "required")
 MAX_TOOLS = 128
 NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+LOCATION = re.compile(r"json_schema: (?:'([\w$-]+)' at #([\w$/-]*): )?")
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -25,11 +28,20 @@ class ToolChoice:
         mode: "none"; "auto": the model decides; "required": at least one call; "named": a call of the only tool.
         schemas: the JSON schema of the arguments, by name, of the tools that may be called.
         strict: the names of the tools whose arguments must follow their schema.
+        fields: the request's field that has the schema, by name.
     """
 
     mode: str
     schemas: Mapping[str, Any]
     strict: frozenset[str] = frozenset()
+    fields: Mapping[str, str] = field(default_factory=dict)
+
+    def made(self, name: str, make: Callable[[Any], T]) -> T:
+        """Return what ``make`` makes of the schema of a tool; its ValueError becomes one about the request's field."""
+        try:
+            return make(self.schemas[name])
+        except ValueError as error:
+            raise _located(self.fields[name], str(error)) from error
 
     @property
     def is_forced(self) -> bool:
@@ -51,9 +63,10 @@ def read_choice(tools: Any, tool_choice: Any) -> ToolChoice:
         ValueError: one of them is wrong; the message begins with the field.
     """
     schemas = _read_tools(tools)
+    fields = {name: f"tools[{index}].function.parameters" for index, name in enumerate(schemas)}
     strict = frozenset(tool["function"]["name"] for tool in tools or () if tool["function"].get("strict"))
     if tool_choice is None:
-        return ToolChoice("auto" if schemas else "none", schemas, strict)
+        return ToolChoice("auto" if schemas else "none", schemas, strict, fields)
     if isinstance(tool_choice, str) and tool_choice in MODES:
         choice = ToolChoice(tool_choice, schemas)
     elif isinstance(tool_choice, Mapping) and tool_choice.get("type") == "function":
@@ -68,7 +81,19 @@ def read_choice(tools: Any, tool_choice: Any) -> ToolChoice:
         )
     if choice.mode != "none" and not schemas:
         raise ValueError(f"tool_choice: expected tools beside it, got {short(tool_choice)} and none; give tools")
-    return replace(choice, schemas={}) if choice.mode == "none" else replace(choice, strict=strict & {*choice.schemas})
+    if choice.mode == "none":
+        return replace(choice, schemas={})
+    return replace(choice, strict=strict & {*choice.schemas}, fields=fields)
+
+
+def _located(field: str, message: str) -> ValueError:
+    """Return an error of `jspec.engine.grammar.json_schema` about a part of a schema as one about a request's field."""
+    match = LOCATION.match(message)
+    if match is None:
+        return ValueError(f"{field}: {message}")
+    path = re.sub(r"/(\d+)(?=/|$)", r"[\1]", match[2] or "").replace("/", ".")
+    keyword = "" if match[1] is None else f".{match[1]}"
+    return ValueError(f"{field}{path}{keyword}: {message[match.end() :]}")
 
 
 def _read_allowed(schemas: Mapping[str, Any], allowed: Any) -> ToolChoice:

@@ -12,8 +12,8 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from jspec.server.reading.text_reader import AnswerPart, Reader, Reading
-from jspec.server.tool_calls.calls import AnswerCalls
+from jspec.engine.reading.calls import AnswerCalls
+from jspec.engine.reading.text_reader import AnswerPart, Reader, Reading
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 ENDS = ("<|end|>", "<|return|>", "<|call|>", START)  # a message that lacks its end has the next one's start
@@ -29,12 +29,11 @@ class MessageHeader(NamedTuple):
     recipient: str
 
 
-def read(reader: Reader, calls: AnswerCalls, prompt: str = "", *, splits_reasoning: bool = True) -> Reading[None]:
+def read(reader: Reader, calls: AnswerCalls, prompt: str = "") -> Reading[None]:
     """Read an answer in messages; text without a header is content.
 
     Args:
         prompt: the rendered prompt, or its end, which may have the header of the first message and more of it.
-        splits_reasoning: whether reasoning is passed on as such, or left in the content with its markers.
     """
     begun = _begun_header(prompt)
     reader.text, reader.num_dropped, goes_on = begun + reader.text, -len(begun), begun != ""
@@ -46,17 +45,12 @@ def read(reader: Reader, calls: AnswerCalls, prompt: str = "", *, splits_reasoni
             is_cut = reader.at == len(reader.text) and reader.text.startswith((START, CHANNEL))
             reader.at = reader.at if is_cut else 0  # what is cut off in a header has no text
             reader.commit()
-        elif header.recipient.startswith(TOOLS) and header.recipient.removeprefix(TOOLS) in calls.names:
-            yield from reader.skip_blanks()
-            reader.commit()
-            yield from calls.stream_arguments(header.recipient.removeprefix(TOOLS))
-            yield from reader.drop_blanks_at_end()
+        elif header.recipient.startswith(TOOLS):
+            yield from _read_call(reader, calls, seen, header.recipient.removeprefix(TOOLS))
             is_reasoning = False
-        elif is_reasoning and not splits_reasoning:
-            reader.pass_on(reader.at)
         else:
             yield from _begin_text(reader, seen, is_reasoning=is_reasoning, goes_on=goes_on)
-        yield from _pass_body(reader, is_reasoning=is_reasoning, splits_reasoning=splits_reasoning)
+        yield from _pass_body(reader, is_reasoning=is_reasoning)
         goes_on = False
 
 
@@ -89,6 +83,20 @@ def _read_recipient(reader: Reader) -> Reading[str]:
     return recipient
 
 
+def _read_call(reader: Reader, calls: AnswerCalls, seen: set[bool], name: str) -> Reading[None]:
+    """Read a call after its header; that of a tool that the request does not have is text with its header."""
+    if name not in calls.schemas:
+        if False in seen:
+            reader.parts.append(AnswerPart(content="\n"))
+        seen.add(False)
+        reader.pass_on(reader.at)
+        return
+    yield from reader.skip_blanks()
+    reader.commit()
+    yield from calls.stream_arguments(name)
+    yield from reader.drop_blanks_at_end()
+
+
 def _begin_text(reader: Reader, seen: set[bool], *, is_reasoning: bool, goes_on: bool) -> Reading[None]:
     """Begin the body of a message of text or reasoning, with a line end before it if an earlier message was the same.
 
@@ -106,12 +114,10 @@ def _begin_text(reader: Reader, seen: set[bool], *, is_reasoning: bool, goes_on:
     seen.add(is_reasoning)
 
 
-def _pass_body(reader: Reader, *, is_reasoning: bool, splits_reasoning: bool) -> Reading[None]:
+def _pass_body(reader: Reader, *, is_reasoning: bool) -> Reading[None]:
     """Pass on the body of a message, or what is left of it, and remove its end."""
-    has_end = yield from reader.pass_until(*ENDS, is_reasoning=is_reasoning and splits_reasoning)
+    has_end = yield from reader.pass_until(*ENDS, is_reasoning=is_reasoning)
     if not is_reasoning:
         reader.commit()
-    elif not splits_reasoning:
-        reader.pass_on(reader.at)
     elif has_end:
         yield from reader.end_reasoning()

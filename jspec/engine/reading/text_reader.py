@@ -11,8 +11,9 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from jspec.server.reading.json_scanner import BLANKS, JsonScanner, escaped
+from jspec.engine.reading.json_scanner import BLANKS, JsonScanner, escaped
 
+PIECE = 2**10  # most characters that are read at once, because each step of a format copies and searches them all
 T = TypeVar("T")
 Reading = Generator[None, None, T]  # yields where more text is needed, and returns a T
 
@@ -131,18 +132,25 @@ class Reader:
             False if the text ends without a marker. All of it is passed on then.
         """
         while True:
-            found = [(at, marker) for marker in markers if (at := self.text.find(marker, self._tried)) >= 0]
-            start, marker = min(found, default=(-1, ""))
-            if start < 0 and self.ended:
-                self.pass_on(len(self.text), is_reasoning=is_reasoning)
+            start, marker = self.find(*markers, start=self._tried)
+            if not marker and self.ended:
+                self.pass_on(start, is_reasoning=is_reasoning)
                 return False
-            end = min(_size_without(self.text, each) for each in markers) if start < 0 else start
-            end = len(self.text[:end].rstrip(BLANKS))
+            end = len(self.text[:start].rstrip(BLANKS))
             self.pass_on(end, is_reasoning=is_reasoning)
-            if start >= 0:
+            if marker:
                 self.at, self._tried = start - end + len(marker), start - end + 1
                 return True
             yield
+
+    def find(self, *markers: str, start: int = 0) -> tuple[int, str]:
+        """Return where the first marker begins, at ``start`` or later, and the marker.
+
+        If there is none yet, return where the earliest one may begin (the end, if the text has ended), and "".
+        """
+        found = [(at, marker) for marker in markers if (at := self.text.find(marker, start)) >= 0]
+        size = len(self.text) if self.ended else min(_size_without(self.text, marker) for marker in markers)
+        return min(found, default=(size, ""))
 
     def pass_all(self) -> Reading[None]:
         """Pass all text on as content, as it arrives."""
@@ -184,6 +192,19 @@ class Reader:
             if match.end() < len(self.text) or self.ended:
                 self.at = match.end()
                 return match.group()
+            yield
+
+    def take_until(self, *markers: str) -> Reading[str | None]:
+        """Read text up to a marker, the first of some that comes, and the marker; return the text; None: none comes."""
+        start = self.at
+        while True:
+            size, marker = self.find(*markers, start=start)
+            if marker:
+                text, self.at = self.text[self.at : size], size + len(marker)
+                return text
+            if self.ended:
+                return None
+            start = max(size, start)
             yield
 
     def json_value(self) -> Reading[str | None]:
@@ -229,8 +250,11 @@ class TextParser:
         return self._reader.has_broken_call
 
     def push(self, text: str) -> list[AnswerPart]:
-        self._reader.text += text
-        return self._run()
+        parts: list[AnswerPart] = []
+        for start in range(0, len(text), PIECE):
+            self._reader.text += text[start : start + PIECE]
+            parts += self._run()
+        return parts
 
     def finish(self) -> list[AnswerPart]:
         self._reader.ended = True

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jspec.core.shorten import short
-from jspec.server.reading.json_scanner import BLANKS
-from jspec.server.reading.text_reader import Reader, Reading
+from jspec.engine.reading.json_scanner import BLANKS
+from jspec.engine.reading.text_reader import Reader, Reading
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ def _pair(opening: str, closing: str, *signs: str, answer: tuple[str, str] | Non
     return ReasoningFormat((opening,), (closing,), signs or (opening, closing), answer)
 
 
-HARMONY = "harmony"  # whose messages `jspec.server.tool_calls.harmony` reads
+HARMONY = "harmony"  # whose messages `jspec.engine.reading.harmony` reads
 FORMATS = {  # by name; of several whose signs a chat template has, the first one counts
     HARMONY: _pair("<|channel|>analysis<|message|>", "<|end|>", "<|channel|>"),  # gpt-oss
     "gemma4": _pair("<|channel>thought", "<channel|>"),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from jspec.server.reading.json_scanner import JsonScanner, escaped
-from jspec.server.reading.text_reader import AnswerPart, CallDelta, Reader, Reading
+from jspec.engine.reading.json_scanner import JsonScanner, escaped
+from jspec.engine.reading.text_reader import AnswerPart, CallDelta, Reader, Reading
 
 ARGUMENTS = ("arguments", "parameters")  # keys under which a call may have its arguments
 BARE_KEYS = ("name", "arguments", "type", "id")  # keys of a call that no marker announces
@@ -29,12 +29,12 @@ class AnswerCalls:
 
     Args:
         reader: the answer's text.
-        names: names of the tools.
+        schemas: the schema of the arguments of each tool, by name.
         new_id: makes the id of a call.
     """
 
-    def __init__(self, reader: Reader, names: Collection[str], new_id: Callable[[], str] = make_id) -> None:
-        self.names = names
+    def __init__(self, reader: Reader, schemas: Mapping[str, Any], new_id: Callable[[], str] = make_id) -> None:
+        self.schemas = schemas
         self._reader, self._new_id = reader, new_id
         self._count = 0
 
@@ -51,6 +51,24 @@ class AnswerCalls:
 
     def _add(self, call: CallDelta) -> None:
         self._reader.parts.append(AnswerPart(call=call))
+
+    def stream_text(self, *markers: str) -> Reading[bool]:
+        """Hand on text up to a marker, the first of some that comes, as a JSON string; return whether one comes."""
+        self.add('"')
+        while True:
+            size, marker = self._reader.find(*markers)
+            self.add(json.dumps(self._reader.text[:size], ensure_ascii=False)[1:-1])
+            self._reader.drop(size + len(marker))
+            if marker or self._reader.ended:
+                self.add('"' if marker else "")
+                return marker != ""
+            yield
+
+    def break_off(self) -> None:
+        """End the newest call, which is not complete; if the text has ended, what is left of it is no content."""
+        self._reader.has_broken_call = True
+        if self._reader.ended:
+            self._reader.drop(len(self._reader.text))
 
     def stream_arguments(self, name: str) -> Reading[bool]:
         """Read a JSON object, the arguments of a call that begins here; return whether the object is complete."""
@@ -116,7 +134,7 @@ class AnswerCalls:
     def _may_have(self, key: str, value: str) -> bool:
         """Return whether a call may have this JSON text under this key."""
         if key == "name":
-            return value[0] == '"' and json.loads(value) in self.names
+            return value[0] == '"' and json.loads(value) in self.schemas
         return key != "arguments" or value[0] == "{"
 
     def read_list(self, separator: str, *, is_bare: bool = False) -> Reading[bool]:

@@ -169,6 +169,13 @@ def is_object(text: str) -> bool:
     return text.startswith("{") and scanner.push(text, 0) == len(text) and scanner.has_ended
 
 
+def value_text(text: str) -> str | None:
+    """Return a JSON value with control characters in its strings escaped; None: the text is no JSON value."""
+    scanner, value = JsonScanner(), text.strip(BLANKS)
+    size = scanner.push(f"{value} ", 0)  # a blank ends a number
+    return escaped(value, scanner.raw) if scanner.has_ended and size == len(value) else None
+
+
 def _may_be_scalar(text: str) -> bool:
     """Return whether a text is a number or a literal, or the beginning of one."""
     if text[0] in "tfn":
