@@ -57,7 +57,8 @@ class EngineConfig:
         prefix_cache: share pages between requests that begin with the same tokens, even after a request has ended;
             changes no output.
         cached_states: number of texts whose recurrent states the prefix cache keeps, for targets that have such
-            states; None: twice as many as ``slots``, since each request keeps those of its prompt and of its end.
+            states; None: twice as many as ``slots``, since each request keeps those of its prompt and of its end. They
+            are kept at multiples of 32 tokens at which a page ends, so pages above 32 tokens keep fewer.
 
     Attributes, schedule:
         buckets: batch sizes of the compiled decode programs, ascending, ending at ``slots``; None: 1, 2, 4, ...

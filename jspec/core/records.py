@@ -46,7 +46,10 @@ class LayerState:
         return 0
 
     def saved(self, slot: Int[Array, ""], entry: Int[Array, ""]) -> Self:
-        """Return the state whose copy ``entry`` is the state of a slot, which must stand at a multiple of tokens."""
+        """Return the state whose copy ``entry`` is that of a slot at its last multiple of `EVERY` tokens.
+
+        `EVERY` is that of `pallas_kernels.recurrent.records`. What is in pages needs no copies.
+        """
         return self
 
     def loaded(self, slot: Int[Array, ""], entry: Int[Array, ""], position: Int[Array, ""]) -> Self:

@@ -213,6 +213,7 @@ def run_layers(
         The states, counted as in `forward`.
     """
     states, eps = [x], model.config.norm_eps
+    # The input of gates, which stay unquantised, must not be quantised for qkv.
     norms: list[list[Norm]] = [
         [] if layer.attn_norm is None else [(layer.attn_norm, layer.qkv if layer.gates is None else None)]
         for layer in model.layers[1:]

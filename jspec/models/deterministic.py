@@ -33,6 +33,8 @@ def check_deterministic(target: Model, implementation: str) -> None:
         raise ValueError(f"deterministic: expected a target whose weights are not quantised, got {kind}")
     if implementation == "reference" or jax.default_backend() != "gpu":
         return
+    if target.config.has_slot_states:
+        raise ValueError("deterministic: on a GPU expected a target of attention alone, got one with other mixers")
     weights: list[Any] = [w for layer in target.layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down)]
     reasons = [unsupported_weight(weight) for weight in (*weights, target.output_head) if weight is not None]
     experts: list[Any] = [(layer.experts_gate_up, layer.experts_down) for layer in target.layers]

@@ -109,7 +109,7 @@ def commit(
         source = verdict.path
         if rows is not None:
             source = jnp.take_along_axis(rows, jnp.maximum(verdict.path, 0), axis=1)
-        is_moved = (verdict.path >= 0) & (source >= 0) & (source != jnp.arange(source.shape[1]))
+        is_moved = (verdict.path >= 0) & (source >= 0) & (source != jnp.arange(source.shape[1])) & view.active[:, None]
         path = replace(path, source=source, moved=is_moved)
     committed = list(cache)
     kinds: list[type[S]] = list(dict.fromkeys(map(type, cache)))

@@ -251,20 +251,28 @@ class MemoryPlanner:
         if not (is_started and self.is_auto_sized):  # else the next engine fills freed memory with pages
             largest = {
                 "max_len": _largest(pool.max_len - 1, lambda value: fits(replace(pool, max_len=value))),
-                "slots": _largest(pool.slots - 1, lambda value: fits(replace(pool, slots=value))),
-                "cached_states": _largest(pool.copies - 1, lambda value: fits(replace(pool, copies=value))),
+                "slots": _largest(pool.slots - 1, lambda value: fits(self._of_slots(pool, value))),
             }
             remedies = [f"lower {name} to at most {most}" for name, most in largest.items() if most]
+            if pool.copies and fits(replace(pool, copies=0)):
+                most = _largest(pool.copies - 1, lambda value: fits(replace(pool, copies=value)))
+                remedies.append(f"lower cached_states to at most {most}")
         if (pages := self.pages_that_fit(pool, limit)) >= 2:
             remedies.append(f"pass pages={pages}")
         if not remedies:
             return "not one page is left beside the weights; take quantize= or a smaller model"
         return ", or ".join(remedies)
 
+    def _of_slots(self, pool: PoolShape, slots: int) -> PoolShape:
+        """Return pools of fewer slots, and of fewer copies of states if the user gives no number of these."""
+        copies = pool.copies * slots // pool.slots if self.config.cached_states is None else pool.copies
+        return replace(pool, slots=slots, copies=copies)
+
     def refuse(self, plan: MemoryPlan, pool: PoolShape) -> NoReturn:
         """Raise an error that names the needed memory, the available memory and smaller settings that fit."""
+        states = f", cached_states={pool.copies}" if pool.copies else ""
         raise ValueError(
-            f"out of memory: max_len={pool.max_len}, slots={pool.slots} and {pool.pages} pages need "
+            f"out of memory: max_len={pool.max_len}, slots={pool.slots}{states} and {pool.pages} pages need "
             f"{size(plan.total)}, available are {size(plan.limit)}, {self.config.memory_fraction:.0%} of the device's "
             f"{size(plan.device)}. {plan}. To fit, {self.suggest_smaller(pool, plan.limit, is_started=False)}"
         )

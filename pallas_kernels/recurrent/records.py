@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -22,6 +23,10 @@ class Records(NamedTuple):
         kept = kept[:, None, :]
         keys, values = (jnp.where(kept[..., None], rows, 0) for rows in self[:2])
         return Records(keys, values, jnp.where(kept, self.decays, 0))
+
+    def map(self, function: Callable[[Array], Array]) -> Records:
+        """Return the records whose arrays are function(array)."""
+        return Records(*map(function, self))
 
 
 class DeltaTokens(NamedTuple):

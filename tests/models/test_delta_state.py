@@ -228,6 +228,7 @@ def test_rounds_have_the_outputs_and_states_of_the_recurrence_at_every_node(name
 def test_outputs_differ_if_state_records_or_ancestors_are_wrong() -> None:
     def broken(change: Callable[[TokenBatch], TokenBatch], undo: bool = False) -> float:
         rounds = DeltaRounds("tree", "usual")
+        rounds.prompt(1, [40])
         rounds.prompt(0, [EVERY - 2])
         before = rounds.state
         while len(rounds.committed[0]) < EVERY:

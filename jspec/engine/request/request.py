@@ -214,11 +214,6 @@ class Request:
         """The number of committed rows in the target's cache, one for each token read so far except the newest."""
         return len(self.prompt_token_ids) + max(len(self.token_ids) - 1, 0)
 
-    @property
-    def is_at_rest(self) -> bool:
-        """Whether its prompt was prefilled and no step in flight changes its state."""
-        return self.state.is_prefilled and not self.state.steps_in_flight
-
     def tell(self) -> None:
         """Tell the caller that takes the output, if there is one, that the output is about to change."""
         if self.output.before_change is not None:

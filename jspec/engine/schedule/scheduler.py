@@ -262,7 +262,7 @@ class Scheduler:
         if self._failed_admission is not None and self._failed_admission.still_holds(request, self.pages):
             return None
         state.prefill_len = request.rows_committed
-        rows, shared = self._rows_to_reserve(request), self.cached_pages(request)
+        rows, shared = self._rows_to_reserve(request), self._pages_to_share(request)
         if not self.pages.can_reserve(rows, shared):
             self._reclaim_unused()
         if not self.pages.can_reserve(rows, shared):
@@ -282,6 +282,14 @@ class Scheduler:
             request.metrics.num_cached_tokens = state.num_prefilled
         insort(self.running, self.waiting.pop(0), key=_order)
         return request
+
+    def _pages_to_share(self, request: Request) -> list[int]:
+        """Return the cached pages that a request takes: with recurrent states those up to where one can be kept."""
+        pages = self.cached_pages(request)
+        if self.states is None:
+            return pages
+        most = min(len(pages) * self.pages.page_size, request.rows_committed - 1)
+        return pages[: self.states.copy_position(most) // self.pages.page_size]
 
     def _start(self, request: Request, shared: int) -> int:
         """Return the position from which a request is computed if its first pages are shared.
@@ -339,7 +347,10 @@ class Scheduler:
         layer, all pieces write their cache rows before any of them reads.
         """
         sizes = self._prefill_sizes(first)
-        bucket = tokens = _bucket_of(self._rows_to_prefill(first, sizes[-1]), sizes)
+        rows = self._rows_to_prefill(first, sizes[-1])
+        if self._rows_until_cut(first) < first.state.prefill_len - first.state.num_prefilled:
+            rows = self._rows_until_cut(first)  # the plan ends there
+        bucket = tokens = _bucket_of(rows, sizes)
         self._tokens_since_round += bucket
         blocks, rows = block_rows(bucket)
         room, pieces = blocks * rows, list[Piece]()
@@ -370,8 +381,8 @@ class Scheduler:
         """
         if self.states is None or request.state.slot is None or not self.limits.prefix_cache:
             return
-        position = self.states.position(rows)
-        if position and position == self.states.position_of_state(rows):
+        position = self.states.copy_position(rows)
+        if position and position == self.states.state_position(rows):
             self._extend_digests(request, position // self.pages.page_size)
             self.states.save(request.state.slot, request.state.page_digests, position)
 
@@ -471,8 +482,6 @@ class Scheduler:
             last = self.running[-1]
             if last is request:
                 return False
-            if last.is_at_rest:
-                self.keep_state(last, last.rows_committed)
             self._release(last)
             last.metrics.num_preemptions += 1
             insort(self.waiting, last, key=_order)

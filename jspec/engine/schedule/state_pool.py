@@ -35,19 +35,21 @@ class StateCopy:
 class StatePool:
     """Knows the copies of states by the digest of their texts.
 
+    A state is kept only where it stands at the end of a page, which is always so if a page has at most ``every`` tokens
+    and divides that number; larger pages keep fewer.
+
     Args:
         entries: number of copies that the device has.
         every: number of tokens of which the position of a slot's state is a multiple.
         page_size: tokens per page; a copy is one of full pages.
 
     Attributes:
-        every: number of tokens of which the position of a copy is a multiple.
         num_hits: number of requests that began at a copy.
         num_evicted: number of copies that were overwritten by others.
     """
 
     def __init__(self, entries: int, every: int, page_size: int) -> None:
-        self.every, self._of_state, self._page_size = math.lcm(every, page_size), every, page_size
+        self._copy_every, self._state_every, self._page_size = math.lcm(every, page_size), every, page_size
         self._free = list(range(entries - 1, -1, -1))
         self._entry_of: dict[Digest, int] = {}  # the least recently used one first
         self._copies: list[StateCopy] = []
@@ -58,22 +60,22 @@ class StatePool:
         """The number of copies."""
         return len(self._entry_of)
 
-    def position(self, rows: int) -> int:
+    def copy_position(self, rows: int) -> int:
         """Return the largest position of a copy within the first ``rows`` tokens."""
-        return rows // self.every * self.every
+        return rows // self._copy_every * self._copy_every
 
-    def position_of_state(self, rows: int) -> int:
+    def state_position(self, rows: int) -> int:
         """Return the position of the state of a slot with ``rows`` committed rows."""
-        return rows // self._of_state * self._of_state
+        return rows // self._state_every * self._state_every
 
     def match(self, digests: Sequence[Digest], most: int) -> int:
-        """Return the position of the longest text that has a copy, and 0 if none has one.
+        """Return the position of the longest text that has a copy; 0, where every text begins, if none has one.
 
         Args:
             digests: digest of each full page of the text.
             most: largest position.
         """
-        for position in range(self.position(min(most, len(digests) * self._page_size)), 0, -self.every):
+        for position in range(self.copy_position(min(most, len(digests) * self._page_size)), 0, -self._copy_every):
             if digests[position // self._page_size - 1] in self._entry_of:
                 return position
         return 0

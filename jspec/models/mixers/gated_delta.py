@@ -18,7 +18,7 @@ from jspec.models.mixers.short_conv import squeezed_taps
 from jspec.models.parts.checks import check_divided, positive_values
 from jspec.models.parts.conv_state import ConvState, convolved, taps_of
 from jspec.models.parts.delta_state import DeltaState, run_tokens
-from jspec.models.parts.kv_pool import PoolShape, check_size
+from jspec.models.parts.kv_pool import MAX_POOL_ELEMENTS, PoolShape
 from jspec.models.parts.layer_weights import LayerWeights
 from jspec.models.parts.layers import by_token, product, small_product
 from jspec.models.parts.param_spec import ParamSpec, norm
@@ -111,7 +111,12 @@ class GatedDelta(Mixer):
     def state(self, pool: PoolShape, dtype: str) -> DeltaState:
         """Make states and records of zeros; `Mixer.state`."""
         heads, dims = (self.key_heads, self.value_heads), (self.key_dim, self.value_dim)
-        check_size(pool, (pool.slots, self.value_heads, *dims))
+        elements = max(pool.slots, pool.copies) * self.value_heads * self.key_dim * self.value_dim
+        if elements >= MAX_POOL_ELEMENTS:
+            raise ValueError(
+                f"slots: expected states below 2**31 elements, got {elements} (slots={pool.slots}, cached_states="
+                f"{pool.copies}); lower both"
+            )
         inputs = ConvState.zeros(pool, 2 * self.key_size + self.value_size, self.taps)
         return DeltaState.zeros(pool, heads, dims, inputs)
 

@@ -7,6 +7,7 @@ already, and those of rejected ones are overwritten.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple, Self
 
 import jax
@@ -26,7 +27,7 @@ Inputs = Float[Array, "batch tokens channels"]
 class _Rows(NamedTuple):
     inputs: Float[Array, "slots rows channels"]
     # The inputs before the last multiple of `EVERY` tokens of each slot, with which a prefix that ends there begins.
-    base: Float[Array, "slots count channels"]
+    at_boundary: Float[Array, "slots count channels"]
     copies: Float[Array, "copies count channels"]  # those of the prefix cache
 
 
@@ -48,22 +49,18 @@ class ConvState(_Rows, LayerState):
     @classmethod
     def commit(cls, states: Sequence[Self], view: SlotView, path: AcceptedPath) -> list[Self]:
         """Move the inputs of an accepted path; `LayerState.commit`."""
-        return [state._moved(view, path)._at_boundary(view, path) for state in states]
-
-    def _moved(self, view: SlotView, path: AcceptedPath) -> Self:
-        return self._replace(inputs=move_slot_rows(self.inputs, view, path, axis=1))
-
-    def _at_boundary(self, view: SlotView, path: AcceptedPath) -> Self:
-        """Keep the inputs before a multiple of `EVERY` tokens that new tokens reach."""
-        if not self.num_copies:
-            return self
+        moved = [state._replace(inputs=move_slot_rows(state.inputs, view, path, axis=1)) for state in states]
+        if not moved[0].num_copies:
+            return moved
         position = (view.lengths + path.counts) // EVERY * EVERY
-        slots = jnp.where(position > view.lengths, view.slots, len(self.inputs))
+        slots = jnp.where(position > view.lengths, view.slots, len(moved[0].inputs))
+        keep = partial(cls._kept, slots=slots, position=position)
+        return jax.lax.cond(jnp.any(position > view.lengths), lambda of: list(map(keep, of)), lambda of: of, moved)
 
-        def keep(base: Array) -> Array:
-            return base.at[slots].set(_committed(self, slots, position, base.shape[1])[:, ::-1], mode="drop")
-
-        return self._replace(base=jax.lax.cond(jnp.any(position > view.lengths), keep, lambda base: base, self.base))
+    def _kept(self, slots: Int[Array, "batch"], position: Int[Array, "batch"]) -> Self:
+        """Keep the inputs before a multiple of `EVERY` tokens that the tokens of some slots have reached."""
+        rows = _committed(self, slots, position, self.at_boundary.shape[1])
+        return self._replace(at_boundary=self.at_boundary.at[slots].set(rows, mode="drop"))
 
     @property
     def num_copies(self) -> int:
@@ -71,13 +68,15 @@ class ConvState(_Rows, LayerState):
 
     def saved(self, slot: Int[Array, ""], entry: Int[Array, ""]) -> Self:
         """Keep a slot's inputs at a multiple of `EVERY` tokens; `LayerState.saved`."""
-        return self._replace(copies=self.copies.at[entry].set(self.base[slot]))
+        return self._replace(copies=self.copies.at[entry].set(self.at_boundary[slot]))
 
     def loaded(self, slot: Int[Array, ""], entry: Int[Array, ""], position: Int[Array, ""]) -> Self:
         """Enter the inputs before a multiple of `EVERY` tokens; `LayerState.loaded`."""
         rows = self.copies[entry]
         place = (position - len(rows) + jnp.arange(len(rows))) % self.inputs.shape[1]
-        return self._replace(inputs=self.inputs.at[slot, place].set(rows), base=self.base.at[slot].set(rows))
+        return self._replace(
+            inputs=self.inputs.at[slot, place].set(rows), at_boundary=self.at_boundary.at[slot].set(rows)
+        )
 
 
 def taps_of(
@@ -110,8 +109,8 @@ def convolved(
 def _committed(
     state: ConvState, slots: Int[Array, "sequences"], lengths: Int[Array, "sequences"], count: int
 ) -> Float[Array, "sequences count channels"]:
-    """Return the newest committed inputs, the newest one first; zeros before the text."""
-    positions = lengths[:, None] - 1 - jnp.arange(count)
+    """Return the newest committed inputs, the oldest of them first; zeros before the text."""
+    positions = lengths[:, None] - count + jnp.arange(count)
     inputs = state.inputs.at[slots[:, None], positions % state.inputs.shape[1]].get(mode="fill", fill_value=0)
     return jnp.where((positions >= 0)[..., None], inputs, 0)
 
@@ -119,7 +118,7 @@ def _committed(
 def _of_nodes(state: ConvState, x: Inputs, batch: TokenBatch, taps: int) -> list[Array]:
     assert batch.slots is not None, "rounds have slots"
     past, count = _committed(state, batch.slots, batch.first_row, taps - 1), taps - 1
-    every = jnp.concatenate([past[:, ::-1], x], axis=1)
+    every = jnp.concatenate([past, x], axis=1)
     if batch.bits is None and batch.paths is None:
         return [every[:, count - age : count - age + x.shape[1]] for age in range(1, taps)]
     is_seen = ancestor_mask(batch)
@@ -144,9 +143,9 @@ def _of_prompts(state: ConvState, x: Inputs, batch: PromptBatch, taps: int) -> l
     found = []
     for age in range(1, taps):
         shifted = jnp.pad(flat, ((age, 0), (0, 0)))[: len(flat)].reshape(x.shape)
-        behind = start - 1 - (batch.positions - age)  # 0: the newest token before the piece
-        old = jnp.take_along_axis(past, jnp.clip(behind, 0, taps - 2)[..., None], axis=1)
-        found.append(jnp.where((behind < 0)[..., None], shifted, old))
+        index = batch.positions - age - start + taps - 1  # among the inputs before the piece
+        old = jnp.take_along_axis(past, jnp.clip(index, 0, taps - 2)[..., None], axis=1)
+        found.append(jnp.where((index >= taps - 1)[..., None], shifted, old))
     return found
 
 
@@ -160,7 +159,7 @@ def _written(state: ConvState, x: Inputs, batch: TokenBatch, taps: int) -> ConvS
         )
         slot, position = batch.of_piece(batch.slots, slots), batch.positions
         if state.num_copies:
-            state = state._replace(base=_base_of_prompts(state, x, batch, taps - 1))
+            state = state._replace(at_boundary=_at_boundary_of_prompts(state, x, batch, taps - 1))
     else:
         is_kept, slot = batch.valid, batch.slots
         position = batch.first_row[:, None] + jnp.arange(x.shape[1])
@@ -168,7 +167,7 @@ def _written(state: ConvState, x: Inputs, batch: TokenBatch, taps: int) -> ConvS
     return state._replace(inputs=state.inputs.at[place].set(x, mode="drop"))
 
 
-def _base_of_prompts(
+def _at_boundary_of_prompts(
     state: ConvState, x: Inputs, batch: PromptBatch, count: int
 ) -> Float[Array, "slots count channels"]:
     """Return the inputs before the last multiple of `EVERY` tokens of each slot after pieces of prompts."""
@@ -178,7 +177,8 @@ def _base_of_prompts(
     first = jnp.argmax(batch.piece == jnp.arange(len(position))[:, None], axis=1) * x.shape[1]
     of_piece = x.reshape(-1, x.shape[-1]).at[first[:, None] + wanted - start].get(mode="clip")
     past = _committed(state, batch.slots, batch.starts, count)
-    older = jnp.take_along_axis(past, jnp.clip(start - 1 - wanted, 0, count - 1)[..., None], axis=1)
+    older = jnp.take_along_axis(past, jnp.clip(wanted - start + count, 0, count - 1)[..., None], axis=1)
     rows = jnp.where((wanted >= start)[..., None], of_piece, older)
     is_new = (position > batch.starts) | (batch.starts == 0)
-    return state.base.at[jnp.where(is_new, batch.slots, len(state.base))].set(rows, mode="drop")
+    slots = jnp.where(is_new, batch.slots, len(state.at_boundary))
+    return state.at_boundary.at[slots].set(rows, mode="drop")

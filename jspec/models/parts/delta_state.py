@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
+from jspec.core.prompt_blocks import BLOCK
 from jspec.core.records import AcceptedPath, LayerState, PromptBatch, SlotView, TokenBatch
 from jspec.models.parts.conv_state import ConvState
 from jspec.models.parts.kv_pool import PoolShape
@@ -108,32 +109,26 @@ class DeltaState(_StateAndRecords, LayerState):
     def commit(cls, states: Sequence[Self], view: SlotView, path: AcceptedPath) -> list[Self]:
         """Move the records of an accepted path, and fold as many as have become complete; `LayerState.commit`."""
         inputs = ConvState.commit([state.inputs for state in states], view, path)
-        return [
-            state._moved(view, path)._folded(view, path)._replace(inputs=of_layer)
-            for state, of_layer in zip(states, inputs, strict=True)
+        moved = [
+            state._replace(
+                records=state.records.map(partial(move_slot_rows, view=view, path=path, axis=2)), inputs=rows
+            )
+            for state, rows in zip(states, inputs, strict=True)
         ]
-
-    def _moved(self, view: SlotView, path: AcceptedPath) -> Self:
-        return self._replace(records=Records(*(move_slot_rows(rows, view, path, axis=2) for rows in self.records)))
-
-    def _folded(self, view: SlotView, path: AcceptedPath) -> Self:
-        """Fold the blocks of `EVERY` records that new tokens complete; a round may complete several."""
-        folded = self
-        for index in range((EVERY - 1 + path.longest) // EVERY):
+        for index in range((EVERY - 1 + path.longest) // EVERY):  # a round may complete several blocks of records
             first = (view.lengths // EVERY + index) * EVERY
-            slots = jnp.where(first + EVERY <= view.lengths + path.counts, view.slots, self.slots)
-            advance = partial(_advanced, deterministic=view.deterministic)
-            folded = jax.lax.cond(jnp.any(slots < self.slots), advance, lambda *same: same[0], folded, slots, first)
-        return folded
+            slots = jnp.where(first + EVERY <= view.lengths + path.counts, view.slots, moved[0].slots)
+            fold = partial(cls._folded, slots=slots, first=first, deterministic=view.deterministic)
+            moved = jax.lax.cond(
+                jnp.any(slots < moved[0].slots), lambda of, fold=fold: list(map(fold, of)), lambda of: of, moved
+            )
+        return moved
 
-
-def _advanced(
-    state: DeltaState, slots: Int[Array, "batch"], first: Int[Array, "batch"], *, deterministic: bool
-) -> DeltaState:
-    """Fold the records of `EVERY` tokens from position ``first`` on; slots that do not exist are dropped."""
-    block = state._at(slots, first[:, None] + jnp.arange(EVERY))
-    folded = fold(state.states(slots), block, deterministic=deterministic)
-    return state._replace(state=state.state.at[slots].set(folded, mode="drop"))
+    def _folded(self, slots: Int[Array, "batch"], first: Int[Array, "batch"], *, deterministic: bool) -> Self:
+        """Fold the records of `EVERY` tokens from position ``first`` on; slots that do not exist are dropped."""
+        block = self._at(slots, first[:, None] + jnp.arange(EVERY))
+        folded = fold(self.states(slots), block, deterministic=deterministic)
+        return self._replace(state=self.state.at[slots].set(folded, mode="drop"))
 
 
 def run_tokens(state: DeltaState, new: DeltaTokens, batch: TokenBatch) -> tuple[Outputs, DeltaState]:
@@ -159,36 +154,76 @@ def run_tokens(state: DeltaState, new: DeltaTokens, batch: TokenBatch) -> tuple[
 
 def _run_prompts(state: DeltaState, new: DeltaTokens, batch: PromptBatch) -> tuple[Outputs, DeltaState]:
     """Run the blocks of all pieces one after another; the first block of a piece takes the state of its slot."""
-    tokens, advance = batch.tokens.shape[1], partial(fold, deterministic=batch.deterministic)
     is_used, whole = is_token(batch), batch.of_piece(batch.ends) // EVERY * EVERY
-    new = DeltaTokens(*(_where(is_used, rows) for rows in new))
-    is_new = (batch.starts == 0)[:, None, None, None]
+    advance = partial(fold, deterministic=batch.deterministic)
     if batch.slots is None:
         begin = kept = jnp.zeros((1, *state.state.shape[1:]), jnp.float32)
     else:
+        is_new = (batch.starts == 0)[:, None, None, None]
         kept = jnp.where(is_new, 0, state.states(batch.slots))
         begin = jnp.where(is_new, 0, advance(kept, state.window(batch.slots, batch.starts)))
-    causal = jnp.tri(tokens, dtype=bool)[None]
+    count, blocks = batch.tokens.shape[1], _Blocks.of(new, batch, is_used, whole)
+    causal = jnp.tri(blocks.size, dtype=bool)[None]
 
-    def block(carry: tuple[Array, Array], inputs: Any) -> tuple[tuple[Array, Array], Any]:
+    def run(carry: tuple[Array, Array], block: _Blocks) -> tuple[tuple[Array, Array], Any]:
         current, kept = carry
-        rows, piece, is_first, first, end = inputs
-        of_block = DeltaTokens(*(values[None] for values in rows))
-        current = jnp.where(is_first, begin.at[piece].get(mode="clip"), current)
-        outputs, records = verify(current[None], None, of_block, causal, deterministic=batch.deterministic)
-        position = first + jnp.arange(tokens)
-        is_before = (position < end)[None]
+        current = jnp.where(block.is_first, begin.at[block.piece].get(mode="clip"), current)
+        tokens = DeltaTokens(*(values[None] for values in block.tokens))
+        outputs, records = verify(current[None], None, tokens, causal, deterministic=batch.deterministic)
+        is_before = (block.first + jnp.arange(causal.shape[1]) < block.whole)[None]
         until = advance(current[None], records.masked(is_before))  # the state at the last multiple of `EVERY`
-        kept = kept.at[jnp.where(first < end, piece, len(kept))].set(until[0], mode="drop")
+        kept = kept.at[jnp.where(block.first < block.whole, block.piece, len(kept))].set(until[0], mode="drop")
         current = advance(until, records.masked(~is_before))[0]
-        return (current, kept), (outputs[0], Records(*(values[0] for values in records)))
+        return (current, kept), (outputs[0], records.map(lambda rows: rows[0]))
 
-    inputs = new, batch.piece, batch.is_first, batch.first_row, whole
     start = jnp.zeros(state.state.shape[1:], jnp.float32), kept
-    (_, kept), (outputs, records) = jax.lax.scan(block, start, inputs)
+    (_, kept), results = jax.lax.scan(run, start, blocks)
+    outputs, records = jax.tree.map(partial(_joined, count=count, size=blocks.size), results)
     if batch.slots is None:
         return outputs, state
     return outputs, _kept_of_prompts(state, kept, records, batch, is_used & (batch.positions >= whole[:, None]))
+
+
+class _Blocks(NamedTuple):
+    """The tokens of a prefill in blocks of at most `BLOCK`, with an axis for the blocks."""
+
+    tokens: DeltaTokens
+    piece: Int[Array, "blocks"]
+    is_first: Array  # whether a block is the first of its piece
+    first: Int[Array, "blocks"]  # position of its first token
+    whole: Int[Array, "blocks"]  # last multiple of `EVERY` tokens of its piece
+
+    @property
+    def size(self) -> int:
+        """Number of tokens of a block."""
+        return self.tokens.decays.shape[-1]
+
+    @classmethod
+    def of(cls, new: DeltaTokens, batch: PromptBatch, is_used: Array, whole: Array) -> _Blocks:
+        """Cut the blocks of a batch; tokens that are padding get zeros, which change no state."""
+        count = batch.tokens.shape[1]
+        size = min(count, BLOCK)
+        parts = -(-count // size)
+
+        def cut(rows: Array) -> Array:
+            used = is_used.reshape(len(rows), 1, -1, *(1,) * (rows.ndim - 3))
+            rows = jnp.where(used, rows, 0)
+            rows = jnp.pad(rows, [(0, 0), (0, 0), (0, parts * size - count)] + [(0, 0)] * (rows.ndim - 3))
+            rows = rows.reshape(*rows.shape[:2], parts, size, *rows.shape[3:])
+            return jnp.moveaxis(rows, 2, 1).reshape(-1, rows.shape[1], size, *rows.shape[4:])
+
+        part = jnp.tile(jnp.arange(parts), len(batch.tokens))
+        first = jnp.repeat(batch.first_row, parts) + part * size
+        is_first = jnp.repeat(batch.is_first, parts) & (part == 0)
+        tokens = DeltaTokens(*map(cut, new))
+        return cls(tokens, jnp.repeat(batch.piece, parts), is_first, first, jnp.repeat(whole, parts))
+
+
+def _joined(rows: Array, *, count: int, size: int) -> Array:
+    """Return what was computed in blocks of ``size`` tokens [batch, heads, count, ...]."""
+    parts = -(-count // size)
+    rows = jnp.moveaxis(rows.reshape(-1, parts, *rows.shape[1:]), 1, 2)
+    return rows.reshape(*rows.shape[:2], parts * size, *rows.shape[4:])[:, :, :count]
 
 
 def _kept_of_prompts(
@@ -199,8 +234,3 @@ def _kept_of_prompts(
     state = state._replace(state=state.state.at[batch.slots].set(kept, mode="drop"))
     slots = jnp.where(is_kept, batch.of_piece(batch.slots, state.slots)[:, None], state.slots)
     return state.written(slots, batch.positions, records)
-
-
-def _where(is_used: Array, rows: Array) -> Array:
-    """Return zeros for tokens that are padding, which then change no state."""
-    return jnp.where(is_used.reshape(len(rows), 1, -1, *(1,) * (rows.ndim - 3)), rows, 0)

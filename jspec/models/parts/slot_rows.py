@@ -27,12 +27,11 @@ def move_slot_rows(
     if path.source is None:
         return rows
     assert path.moved is not None
-    by_row = jnp.moveaxis(rows, axis, 1)
-    size, first = by_row.shape[1], view.lengths[:, None]
-    slot = view.slots[:, None]
-    moved = by_row.at[slot, (first + path.source) % size].get(mode="fill", fill_value=0)
-    target = jnp.where(path.moved, slot, len(rows)), (first + jnp.arange(path.source.shape[1])) % size
-    return jnp.moveaxis(by_row.at[target].set(moved, mode="drop"), 1, axis)
+    size, slot, inner = rows.shape[axis], view.slots[:, None], (slice(None),) * (axis - 1)
+    first = view.lengths[:, None]
+    moved = rows.at[(slot, *inner, (first + path.source) % size)].get(mode="fill", fill_value=0)
+    target = jnp.where(path.moved, slot, len(rows)), *inner, (first + jnp.arange(path.source.shape[1])) % size
+    return rows.at[target].set(moved, mode="drop")
 
 
 def ancestor_mask(batch: TokenBatch) -> Bool[Array, "batch tokens tokens"]:
