@@ -52,7 +52,7 @@ def mtp_format(kind: str, *, norm_output: bool = True, dequantize: bool = False)
         source.tensors = {name: tensor for name, tensor in source.tensors.items() if name in stored}
         params, layer = (
             head_params(config),
-            {**family.layer_names(config.layers[0]), "input_norm": ("input_layernorm.weight",)},
+            {**family.layer_names(config.layers[0], names), "input_norm": ("input_layernorm.weight",)},
         )
         tensors = layer_tensors(params, "layers.0", prefix.removesuffix("."), layer)
         tensors |= {name: [f"{prefix}{tensor}.weight"] for name, tensor in JOINED.items()}

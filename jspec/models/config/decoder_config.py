@@ -204,7 +204,11 @@ class DecoderConfig:
         attention = {field: changes.pop(name) for name, field in ATTENTION.items() if name in changes}
         mlp = {"width": changes.pop("intermediate_size")} if "intermediate_size" in changes else {}
         layers = [
-            replace(layer, mixer=layer.attention.replaced(**attention), mlp=replace(layer.mlp, **mlp))
+            replace(
+                layer,
+                mixer=layer.mixer.replaced(**attention) if isinstance(layer.mixer, Attention) else layer.mixer,
+                mlp=replace(layer.mlp, **mlp),
+            )
             for layer in (self.layers if count == self.num_layers else self.layers[:1] * count)
         ]
         return replace(self, layers=tuple(layers), **changes)
@@ -215,7 +219,7 @@ class DecoderConfig:
         Raises:
             NotImplementedError: layers have different rotary embeddings.
         """
-        if len({layer.attention.rope for layer in self.layers}) > 1:
+        if len({layer.mixer.rope for layer in self.layers if isinstance(layer.mixer, Attention)}) > 1:
             raise unsupported("rope_theta", theta, "none, because layers have different rotary embeddings")
         return self.resized(rope=replace(self.rope, theta=theta))
 
