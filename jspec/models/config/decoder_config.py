@@ -117,6 +117,8 @@ class DecoderConfig:
         positive("config", self, ("vocab_size", "hidden_size", "num_layers", "norm_eps"))
         for layer in self.layers:
             layer.check()
+        if not any(isinstance(layer.mixer, Attention) for layer in self.layers):
+            raise unsupported("layer_types", "none with attention", "at least one layer with attention")
 
     @property
     def num_layers(self) -> int:
@@ -193,7 +195,7 @@ class DecoderConfig:
         return cls(layers=(LayerConfig(attention, Dense(intermediate_size)),) * num_layers, **others)
 
     def resized(self, **changes: Any) -> Self:
-        """Return a copy of the config with the given arguments of `of_sizes` replaced in every layer.
+        """Return a copy of the config with the given arguments of `of_sizes` replaced in every layer that has them.
 
         Raises:
             NotImplementedError: another number of layers is asked for, and the layers differ.
