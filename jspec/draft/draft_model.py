@@ -121,6 +121,7 @@ class DraftModel(Pretrained):
     ) -> None:
         tree = tree_of("DraftModel", tree)
         check_part("DraftModel", "model", model, Model, "DraftModel.from_pretrained(path)")
+        _check_mixers(model.config)
         _check_width(tree, model.config.vocab_size)
         self.mesh = None if device is None else _mesh_for(model.config, device)
         self.model = model if self.mesh is None else place(model, self.mesh)
@@ -161,6 +162,7 @@ class DraftModel(Pretrained):
         mesh = None if device is None else mesh_over("DraftModel: device", device)
 
         def check(config: DecoderConfig, folder: Path) -> None:
+            _check_mixers(config)
             if mesh is not None:
                 _mesh_for(config, mesh)
 
@@ -251,6 +253,16 @@ def _mesh_for(config: DecoderConfig, device: Place) -> Mesh:
     except ValueError as error:
         raise ValueError(f"DraftModel: device: {error}") from error
     return mesh
+
+
+def _check_mixers(config: DecoderConfig) -> None:
+    """Raise NotImplementedError unless all layers have attention, whose cache rows a tree's levels can share."""
+    others = dict.fromkeys(name for layer in config.layers for name in layer.mixer.describe())
+    if kinds := [name for name in others if name not in config.attention.describe()]:
+        raise NotImplementedError(
+            f"DraftModel: expected a model whose layers all have attention, got one with a {' and a '.join(kinds)}; "
+            "take another draft model, the target's own MTP layer, a head, NGram or Suffix"
+        )
 
 
 def _check_width(tree: Tree, size: int) -> None:
