@@ -35,6 +35,7 @@ from jspec.models.config.decoder_config import DecoderConfig
 from jspec.models.decoder import Model, TargetOut, forward
 from jspec.models.kv_cache import commit, create
 from jspec.models.load import Format, target_format
+from jspec.models.mixers.attention import Attention
 from jspec.models.parts.devices import Place, mesh_over
 from jspec.models.parts.kv_pool import KVPool, PoolShape
 from jspec.models.weights.tensor_parallel import local_config, place
@@ -255,10 +256,15 @@ def _mesh_for(config: DecoderConfig, device: Place) -> Mesh:
     return mesh
 
 
+def other_mixers(config: DecoderConfig) -> list[str]:
+    """Return the names of the kinds of layers without attention, which a draft model may not have."""
+    mixers = [layer.mixer for layer in config.layers if not isinstance(layer.mixer, Attention)]
+    return list(dict.fromkeys(name for mixer in mixers for name in mixer.describe()))
+
+
 def _check_mixers(config: DecoderConfig) -> None:
     """Raise NotImplementedError unless all layers have attention, whose cache rows a tree's levels can share."""
-    others = dict.fromkeys(name for layer in config.layers for name in layer.mixer.describe())
-    if kinds := [name for name in others if name not in config.attention.describe()]:
+    if kinds := other_mixers(config):
         raise NotImplementedError(
             f"DraftModel: expected a model whose layers all have attention, got one with a {' and a '.join(kinds)}; "
             "take another draft model, the target's own MTP layer, a head, NGram or Suffix"
