@@ -121,11 +121,11 @@ def reference(
 
 
 @cache
-def written(family: str, place: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+def written(family: str, folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Write a recorded model with a random layer, and return its config and tensors."""
     config, tensors = recorded(family)
     tensors |= layer_tensors(tensors)
-    folders.write(place, {**config, "mtp_num_hidden_layers": 1}, tensors)
+    folders.write(folder, {**config, "mtp_num_hidden_layers": 1}, tensors)
     return config, tensors
 
 
@@ -216,7 +216,7 @@ def test_engine_with_the_layer_emits_the_recorded_tokens_and_drafts_as_the_layer
     options: dict[str, Any] = dict(slots=3, max_len=176, buckets=(3,), prefill_buckets=(48,), prefix_cache=False)
     with Engine(target, drafter=drafter, controls=False, tensor_parallel=devices, **options) as engine:
         done = engine.generate(prompts, SamplingParams(max_tokens=48, temperature=0), trace=True)
-    assert [one.token_ids for one in done] == [data[f"greedy{i}"].tolist()[:48] for i in range(3)]
+    assert [each.token_ids for each in done] == [data[f"greedy{i}"].tolist()[:48] for i in range(3)]
     states = block_rounds.states_of(target, [*prompts[1], *done[1].token_ids], (target.config.num_layers + 1,))
     differences = score_errors(drafter.bind(target), states, done[1], prompts[1])
     assert len(differences) >= 12 and max(differences) < 1e-3
@@ -228,12 +228,12 @@ def test_engine_with_the_layer_emits_the_recorded_tokens_and_drafts_as_the_layer
 def same(head: EagleHead, other: EagleHead) -> bool:
     parts = ("fc", "norm", "embed_norm", "feature_norm")
     return head.config == other.config and all(
-        np.array_equal(one, two)
-        for one, two in [
+        np.array_equal(ours, theirs)
+        for ours, theirs in [
             *((getattr(head, name), getattr(other, name)) for name in parts),
             *zip(vars(head.layers[0]).values(), vars(other.layers[0]).values(), strict=True),
         ]
-        if one is not None
+        if ours is not None
     )
 
 

@@ -86,13 +86,17 @@ PAIRS = list(itertools.product((DYNAMIC, CHAIN), DRAFTERS))
 ROTATION = [(family, *PAIRS[index % len(PAIRS)][::-1]) for index, family in enumerate(FAMILIES)]
 HYBRIDS = [
     ("lfm2", eagle, DYNAMIC),
-    ("lfm2_moe", suffix, CHAIN),
     ("qwen3_5_text", dflash, DYNAMIC),
     ("qwen3_5_moe_text", ngram, DYNAMIC),
     ("qwen3_next", dspark, CHAIN),
     *(
         pytest.param(case, marks=pytest.mark.long)
-        for case in [("lfm2", medusa, STATIC), ("qwen3_5_text", eagle1, DYNAMIC), ("qwen3_next", peagle, CHAIN)]
+        for case in [
+            ("lfm2", medusa, STATIC),
+            ("lfm2_moe", suffix, CHAIN),
+            ("qwen3_5_text", eagle1, DYNAMIC),
+            ("qwen3_next", peagle, CHAIN),
+        ]
     ),
 ]
 DEFAULT = ("deepseek_v2", "gemma2", "gemma4_text")  # latent caches, windows, shared rows of the cache

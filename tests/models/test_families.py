@@ -110,8 +110,8 @@ def weights(change: Callable[[Any], Any], *names: str) -> Callable[[Model], Mode
     def apply(model: Model) -> Model:
         layers = []
         for layer in model.layers:
-            found = {name: value for name in names if (value := getattr(layer, name)) is not None}
-            layers.append(layer.replace(**{name: change(value) for name, value in found.items()}))
+            stored = {name: value for name in names if (value := getattr(layer, name)) is not None}
+            layers.append(layer.replace(**{name: change(value) for name, value in stored.items()}))
         return model.replace(layers=layers)
 
     return apply
@@ -208,9 +208,9 @@ def parts_of(mixer: type[Mixer], order: Sequence[int]) -> Callable[[Model], Mode
 
     def apply(model: Model) -> Model:
         layers = []
-        for layer, own in zip(model.layers, model.config.layers, strict=True):
-            if isinstance(own.mixer, mixer):
-                sizes = own.mixer.params(model.config.hidden_size, model.config.hidden_size, None)["qkv"].parts
+        for layer, config in zip(model.layers, model.config.layers, strict=True):
+            if isinstance(config.mixer, mixer):
+                sizes = config.mixer.params(model.config.hidden_size, model.config.hidden_size, None)["qkv"].parts
                 parts = jnp.split(layer.qkv, np.cumsum(sizes)[:-1])
                 layer = layer.replace(qkv=jnp.concatenate([parts[part] for part in order]))
             layers.append(layer)
@@ -228,8 +228,8 @@ class Growing(GatedDelta):
 
 
 def growing(layer: LayerConfig) -> LayerConfig:
-    own = layer.mixer
-    return replace(layer, mixer=Growing(**vars(own))) if isinstance(own, GatedDelta) else layer
+    delta = layer.mixer
+    return replace(layer, mixer=Growing(**vars(delta))) if isinstance(delta, GatedDelta) else layer
 
 
 GATED: dict[str, Callable[[Model], Model]] = {  # wrong readings of layers that all hybrid Qwen families have

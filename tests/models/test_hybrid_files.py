@@ -40,21 +40,21 @@ def logit_error(model: Model, family: str) -> float:
     """Return the largest difference from the recorded logits after two prompts."""
     data = recording(FOLDERS / family / "expect.npz")
     pairs = [(last_logits(model, data[f"prompt{i}"].tolist()), data[f"logits{i}"][-1]) for i in (1, 2)]
-    return float(max(np.abs(own - wanted).max() for own, wanted in pairs))
+    return float(max(np.abs(ours - wanted).max() for ours, wanted in pairs))
 
 
 def together(tensors: Tensors) -> Tensors:
     """Return tensors with the weights of all experts of a layer together, gates above ups."""
-    found = {name: values for name, values in tensors.items() if ".experts." not in name}
-    for layer in sorted({name.partition(".experts.")[0] for name in tensors.keys() - found.keys()}):
+    joined = {name: values for name, values in tensors.items() if ".experts." not in name}
+    for layer in sorted({name.partition(".experts.")[0] for name in tensors.keys() - joined.keys()}):
         count = len({name for name in tensors if name.startswith(f"{layer}.experts.") and "down" in name})
         gate, up, down = (
             np.stack([tensors[f"{layer}.experts.{expert}.{part}_proj.weight"] for expert in range(count)])
             for part in ("gate", "up", "down")
         )
-        found |= {f"{layer}.experts.gate_up_proj": np.concatenate([gate, up], axis=1)}
-        found |= {f"{layer}.experts.down_proj": down}
-    return found
+        joined |= {f"{layer}.experts.gate_up_proj": np.concatenate([gate, up], axis=1)}
+        joined |= {f"{layer}.experts.down_proj": down}
+    return joined
 
 
 def with_images(config: dict[str, Any], tensors: Tensors, **outer: Any) -> tuple[dict[str, Any], Tensors]:
@@ -86,8 +86,8 @@ def test_published_folder_with_an_image_encoder_and_experts_together_has_the_rec
 def test_experts_of_qwen3_next_stored_together_are_those_stored_one_by_one(tmp_path: Path) -> None:
     config, tensors = recorded("qwen3_next")
     folders.write(tmp_path, config, together(tensors) | LATER)
-    found, wanted = (jax.tree.leaves(tiny.load_target(folder)) for folder in (tmp_path, FOLDERS / "qwen3_next"))
-    assert all(np.array_equal(one, other) for one, other in zip(found, wanted, strict=True))
+    loaded, wanted = (jax.tree.leaves(tiny.load_target(folder)) for folder in (tmp_path, FOLDERS / "qwen3_next"))
+    assert all(np.array_equal(ours, other) for ours, other in zip(loaded, wanted, strict=True))
 
 
 @pytest.mark.parametrize(("inner", "outer"), [(True, None), (None, True), (False, True), (True, False)])
@@ -109,11 +109,11 @@ def test_embedding_is_tied_if_either_part_of_a_config_ties_it(
 def test_keys_that_a_config_leaves_out_have_the_values_of_transformers(family: str) -> None:
     transformers = pytest.importorskip("transformers", reason="the defaults are those of its classes")
     sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 8}
-    given = {**sizes, "num_attention_heads": 8, "rms_norm_eps": 1e-6, "model_type": family}
-    given |= {"layer_types": ["conv", "full_attention"] * 4} if family == "lfm2_moe" else {}  # the only one without any
-    theirs = transformers.CONFIG_MAPPING[family](**folders.without(given, "model_type")).to_dict()
-    assert families.read_config(given) == families.read_config({**theirs, "model_type": family})
-    assert families.read_config(given) != families.read_config({**theirs, "max_position_embeddings": 7})
+    fields = {**sizes, "num_attention_heads": 8, "rms_norm_eps": 1e-6, "model_type": family}
+    fields |= {"layer_types": ["conv", "full_attention"] * 4} if family == "lfm2_moe" else {}
+    theirs = transformers.CONFIG_MAPPING[family](**folders.without(fields, "model_type")).to_dict()
+    assert families.read_config(fields) == families.read_config({**theirs, "model_type": family})
+    assert families.read_config(fields) != families.read_config({**theirs, "max_position_embeddings": 7})
 
 
 # ---- quantised weights
@@ -169,7 +169,7 @@ def assert_widened(stored: Path, wide: Path, kind: str) -> None:
     if quantized_as(model) == "fp8_dynamic":
         assert 100 * TOLERANCE < np.abs(last_logits(model, ids) - wanted).max() < 5, "activations are rounded"
     leaves = (jax.tree.leaves(Model.from_pretrained(stored, dtype="float32", quantize="none")), jax.tree.leaves(plain))
-    assert all(np.array_equal(one, other) for one, other in zip(*leaves, strict=True))
+    assert all(np.array_equal(ours, other) for ours, other in zip(*leaves, strict=True))
 
 
 @pytest.mark.parametrize(("family", "form", "kept"), [*FLOAT8, *INT4])
@@ -192,7 +192,7 @@ def test_quantised_rates_and_decays_are_widened_also_when_the_folder_is_converte
     leaves = (
         jax.tree.leaves(Model.from_pretrained(path, dtype="float32")) for path in (stored, tmp_path / "converted")
     )
-    assert all(np.array_equal(one, other) for one, other in zip(*leaves, strict=True))
+    assert all(np.array_equal(ours, other) for ours, other in zip(*leaves, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ BUDGETS = {
     "tests/engine/test_deterministic.py": 16,
     "tests/engine/test_distribution.py": 12,
     "tests/engine/test_draft_device.py": 40,
-    "tests/engine/test_family_drafts.py": 14,
+    "tests/engine/test_family_drafts.py": 24,
     "tests/engine/test_family_engines.py": 21,
     "tests/engine/test_given_device.py": 9,
     "tests/engine/test_grammar_decoding.py": 13,

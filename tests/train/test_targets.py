@@ -61,12 +61,12 @@ def test_documents_of_one_row_have_the_recorded_states_and_choices_of_each_alone
     target, data = tiny.load_target(GOLDEN / family), recording(GOLDEN / family / "expect.npz")
     texts, row = [data["prompt1"], data["prompt0"]], np.zeros((3, 48), np.int32)
     places = [slice(0, len(texts[0])), slice(32, 32 + len(texts[1]))]
-    for number, (place, text) in enumerate(zip(places, texts, strict=True), 1):
-        row[0, place], row[1, place] = text, number
-    rows = Rows(*(on_device(part[None]) for part in (row[0], row[1])), on_device(row[None, 1] > 0))
+    for number, (part, text) in enumerate(zip(places, texts, strict=True), 1):
+        row[0, part], row[1, part] = text, number
+    rows = Rows(*(on_device(of[None]) for of in (row[0], row[1])), on_device(row[None, 1] > 0))
     layers = tuple(range(len(data["states"])))
     seen = jax.jit(observe, static_argnums=2)(target, rows, layers)
-    for place, index in zip(places, (1, 0), strict=True):
-        np.testing.assert_array_equal(seen.choices[0, place], np.argmax(data[f"logits{index}"], axis=-1))
-    found = np.stack(np.split(np.asarray(seen.features)[0, places[1]], len(layers), axis=-1))
-    np.testing.assert_allclose(found, data["states"], atol=2e-4)
+    for part, index in zip(places, (1, 0), strict=True):
+        np.testing.assert_array_equal(seen.choices[0, part], np.argmax(data[f"logits{index}"], axis=-1))
+    states = np.stack(np.split(np.asarray(seen.features)[0, places[1]], len(layers), axis=-1))
+    np.testing.assert_allclose(states, data["states"], atol=2e-4)
