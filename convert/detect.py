@@ -25,6 +25,7 @@ OTHER_TENSORS = {
 # Tensors that predict further tokens (MTP), beside a model's layers or in layers behind its last one. A model is loaded
 # without them.
 LATER_TENSORS = re.compile(r"(?:model\.)?mtp(_layers)?\..*")
+LATER_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")  # keys: number of layers with such tensors
 LATER_LAYER = re.compile(r"(?:.*\.)?layers\.([0-9]{1,6})\.eh_proj\..*")
 OTHER_ARCHITECTURES = ("DFlash2", "DSpine", "Domino")
 MOST_LATER = 2048  # layers that are left out; a config may count more

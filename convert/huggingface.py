@@ -100,6 +100,8 @@ def selected(row: MapRow, index: np.ndarray) -> MapRow:
         row: the given row.
         index: indices of the rows along axis 0.
     """
+    row, before = unselected(row)
+    index = index if before is None else before[index]
     return replace(row, shape=(len(index), *row.shape[1:]), fill=_Selection(row.fill, index, row.shape))
 
 

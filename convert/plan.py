@@ -35,7 +35,7 @@ class Plan:
         """Return the dtype to which floating-point weights are converted.
 
         Args:
-            wanted: dtype that the caller wants; None: the dtype of all tensors in the folder.
+            wanted: dtype that the caller wants; None: the dtype of all unquantised tensors in the folder.
 
         Raises:
             ValueError: the wanted dtype is not supported, or None is given and the tensors have several dtypes.
@@ -44,7 +44,8 @@ class Plan:
             if wanted not in FLOATS:
                 raise ValueError(f"dtype: expected one of {', '.join(FLOATS)}, got {wanted!r}; pass one of them")
             return wanted
-        dtypes = {self.source.tensors[name].dtype for row in self.rows if row.dtype is None for name in row.sources}
+        rows = [(row, name) for row in self.rows if row.dtype is None for name in row.sources]
+        dtypes = {self.source.tensors[name].dtype for row, name in rows if name not in row.kinds}
         if len(dtypes) > 1 or not dtypes <= set(FLOATS):
             raise ValueError(
                 f"dtype: expected one of {', '.join(FLOATS)} in the file, got {sorted(dtypes)}; pass a dtype"

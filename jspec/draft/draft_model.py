@@ -35,6 +35,7 @@ from jspec.models.config.decoder_config import DecoderConfig
 from jspec.models.decoder import Model, TargetOut, forward
 from jspec.models.kv_cache import commit, create
 from jspec.models.load import Format, target_format
+from jspec.models.mixers.attention import Attention
 from jspec.models.parts.devices import Place, mesh_over
 from jspec.models.parts.kv_pool import KVPool, PoolShape
 from jspec.models.weights.tensor_parallel import local_config, place
@@ -121,6 +122,7 @@ class DraftModel(Pretrained):
     ) -> None:
         tree = tree_of("DraftModel", tree)
         check_part("DraftModel", "model", model, Model, "DraftModel.from_pretrained(path)")
+        _check_mixers(model.config)
         _check_width(tree, model.config.vocab_size)
         self.mesh = None if device is None else _mesh_for(model.config, device)
         self.model = model if self.mesh is None else place(model, self.mesh)
@@ -161,6 +163,7 @@ class DraftModel(Pretrained):
         mesh = None if device is None else mesh_over("DraftModel: device", device)
 
         def check(config: DecoderConfig, folder: Path) -> None:
+            _check_mixers(config)
             if mesh is not None:
                 _mesh_for(config, mesh)
 
@@ -251,6 +254,21 @@ def _mesh_for(config: DecoderConfig, device: Place) -> Mesh:
     except ValueError as error:
         raise ValueError(f"DraftModel: device: {error}") from error
     return mesh
+
+
+def other_mixers(config: DecoderConfig) -> list[str]:
+    """Return the names of the kinds of layers without attention, which a draft model may not have."""
+    mixers = [layer.mixer for layer in config.layers if not isinstance(layer.mixer, Attention)]
+    return list(dict.fromkeys(name for mixer in mixers for name in mixer.describe()))
+
+
+def _check_mixers(config: DecoderConfig) -> None:
+    """Raise NotImplementedError unless all layers have attention, whose cache rows a tree's levels can share."""
+    if kinds := other_mixers(config):
+        raise NotImplementedError(
+            f"DraftModel: expected a model whose layers all have attention, got one with a {' and a '.join(kinds)}; "
+            "take another draft model, the target's own MTP layer, a head, NGram or Suffix"
+        )
 
 
 def _check_width(tree: Tree, size: int) -> None:

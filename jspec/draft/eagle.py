@@ -53,6 +53,7 @@ from jspec.draft.pretrained import PretrainedHead
 from jspec.models.decoder import Model
 from jspec.models.kv_cache import create, places
 from jspec.models.load import Format
+from jspec.models.mixers.gqa import GQA
 from jspec.models.parts.kv_pool import KVPool, PoolShape
 from jspec.models.weights.tensor_parallel import place
 from pallas_kernels.layers.partial_sums import PartialSums
@@ -249,24 +250,31 @@ def write_pending_rows(
         The head's output for the root and the mask pairs, its logits before the scales of a quantised output head, and
         the draft cache.
     """
-    last, q, residual, cache = _write_pending(params, state, view, window, masks)
+    attention = params.config.layers[-1].attention
+    is_gated = isinstance(attention, GQA) and attention.output_gate  # queries alone lack the gates of their outputs
+    last, out, residual, cache = _write_pending(params, state, view, window, masks, attends=is_gated)
     block = last + np.arange(1 + masks)
-    q = jnp.take_along_axis(q, block[..., None, None], axis=1)
+    out = jnp.take_along_axis(out, block.reshape(*block.shape, *(1,) * (out.ndim - 2)), axis=1)
     residual = jnp.take_along_axis(residual, block[..., None], axis=1)
     rows = jnp.broadcast_to(view.root[:, None], block.shape), jnp.broadcast_to(view.active[:, None], block.shape)
     pairs = _pairs(view, rows[0], view.lengths, rows[1], window)
-    attention = params.config.layers[-1].attention
-    attended = attention.attend(params.layers[-1], q, cache[-1], pairs, start=FIRST_ROW)
+    attended = out if is_gated else attention.attend(params.layers[-1], out, cache[-1], pairs, start=FIRST_ROW)
     return *output_logits(params, attended, residual, view.numerics, rows[1]), cache
 
 
 def _write_pending(
-    params: EagleHead, state: EagleState, view: SlotView, window: int | None, masks: int = 0
+    params: EagleHead,
+    state: EagleState,
+    view: SlotView,
+    window: int | None,
+    masks: int = 0,
+    *,
+    attends: bool = False,
 ) -> tuple[Int[Array, "batch 1"], Array, Array, list[KVPool]]:
     """Write the draft cache rows of the pending pairs and of the mask pairs after them.
 
     Returns:
-        The index of the root's pair, all pairs' queries in the last layer, the residual stream, and the draft cache.
+        The index of the root's pair, and what `run_on_cache` returns for all pairs.
     """
     features = state.features.at[view.slots].get(mode="fill", fill_value=0)
     pending = state.tokens.at[view.slots].get(mode="fill", fill_value=0)
@@ -282,7 +290,7 @@ def _write_pending(
     valid = (steps <= last + masks) & view.active[:, None]
     pairs = _pairs(view, tokens, view.lengths - last[:, 0], valid, window)
     inputs = project_inputs(params, pairs.tokens, features, pairs.numerics)
-    return last, *run_on_cache(params, state.cache, pairs, *inputs, attends=False)
+    return last, *run_on_cache(params, state.cache, pairs, *inputs, attends=attends)
 
 
 def _feature_before(

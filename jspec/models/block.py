@@ -79,7 +79,8 @@ def mlp_part(
     add_norm = partial(add_rms_norm, eps=eps, factor=config.residual_scale, **numerics.options)
     delta = product(numerics)(attended, layer.o)
     own_norms = [] if layer.mlp_norm is None else [layer.mlp_norm]
-    quantize_output = bool(own_norms) and has_dynamic_activations(layer.gate_up)
+    is_dense = isinstance(config.mlp, Dense)  # the router of experts reads inputs that are not rounded
+    quantize_output = bool(own_norms) and is_dense and has_dynamic_activations(layer.gate_up)
     options: dict[str, Any] = {"post_norm": layer.attn_post_norm, "quantize_output": quantize_output}
     residual, *normed = add_norm(residual, delta, *own_norms, bias=layer.o_bias, **options)
     x = normed[0] if normed else residual

@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from convert import orbax
-from convert.detect import LATER_TENSORS, check_kind, later_layers
+from convert.detect import LATER_COUNTS, LATER_TENSORS, check_kind, later_layers
 from convert.fields import CheckpointError, Fields, listed, named, short
 from convert.hub import find
 from convert.huggingface import MapRow, renamed, warn_not_finite
@@ -190,8 +190,9 @@ def text_model(fields: Fields, source: Source) -> tuple[Fields, dict[str, str]]:
     """
     if "text_config" not in fields:
         return fields, _with_unpacked({name: name for name in source.tensors})
-    tied = {name: fields[name] for name in ("tie_word_embeddings",) if name in fields}
-    text = Fields({**tied, **fields.object("text_config")}, f"{fields.place}: text_config")
+    text, tie = fields.object("text_config"), "tie_word_embeddings"
+    tied = [part.flag(tie) for part in (fields, text) if part.get(tie) is not None]  # false may be a default
+    text = Fields({**text, **({tie: any(tied)} if tied else {})}, f"{fields.place}: text_config")
     if images := [name for name in source.tensors if name.startswith(IMAGES)]:
         logger.warning("the model's %d tensors for images are left out: jspec reads text alone", len(images))
     source.tensors = {name: tensor for name, tensor in source.tensors.items() if not name.startswith(IMAGES)}
@@ -223,7 +224,7 @@ def without_later_layers(fields: Fields, source: Source, names: Mapping[str, str
     layers = tuple(f"model.layers.{index}." for index in later_layers(fields, names))
     left_out = {name: at for name, at in names.items() if name.startswith(layers) or LATER_TENSORS.fullmatch(name)}
     if left_out:
-        level = logging.INFO if fields.get("num_nextn_predict_layers") else logging.WARNING
+        level = logging.INFO if any(fields.get(name) for name in LATER_COUNTS) else logging.WARNING
         logger.log(level, "the model's %d tensors that predict further tokens are left out", len(left_out))
     without = set(left_out.values())
     source.tensors = {name: tensor for name, tensor in source.tensors.items() if name not in without}

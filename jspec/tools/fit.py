@@ -6,7 +6,7 @@ import numpy as np
 
 from convert.orbax import Header
 from jspec.draft import auto
-from jspec.draft.draft_model import MAX_PADDING
+from jspec.draft.draft_model import MAX_PADDING, other_mixers
 from jspec.draft.head_config import HeadConfig
 from jspec.draft.head_pair import Size, common_sizes, feature_fault
 from jspec.draft.medusa import MedusaConfig
@@ -39,6 +39,9 @@ def compare(drafter: Header, target: Header) -> tuple[list[str], bool]:
             sizes.append(Size("vocabulary", heads.vocab_size, target_config.vocab_size))
         case ModelConfig() as model:
             sizes, others = [], [_padded_vocabulary(model, target_config)]
+            others += [
+                (f"layers: attention in all of a draft model, got a {kind}", False) for kind in other_mixers(model)
+            ]
     lines = [(str(size), size.is_equal) for size in sizes] + others
     return [f"{'fits' if fits else 'mismatch'}: {text}" for text, fits in lines], all(fits for _, fits in lines)
 

@@ -25,21 +25,21 @@ def describe_layers(config: DecoderConfig) -> list[str]:
     mixers = [layer.mixer.describe() for layer in layers]  # words by the name of a part
     parts = dict.fromkeys(part for words in mixers for part in words)
     lines = [
-        *(f"{part}: {_forms([words.get(part, 'none') for words in mixers])}" for part in parts),
-        f"feed-forward: {_forms([_feed_forward(layer.mlp) for layer in layers])}",
+        *(f"{part}: {_forms([words[part] for words in mixers if part in words], len(layers))}" for part in parts),
+        f"feed-forward: {_forms([_feed_forward(layer.mlp) for layer in layers], len(layers))}",
     ]
     if isinstance(config, ModelConfig):
-        lines.append(f"norms: {_forms([NORMS[layer.norms] for layer in layers])}")
+        lines.append(f"norms: {_forms([NORMS[layer.norms] for layer in layers], len(layers))}")
     factors = _factors(config)
     return [*lines, f"factors: {', '.join(factors)}"] if factors else lines
 
 
-def _forms(forms: Sequence[str]) -> str:
-    """Describe the form that a part has in each layer, with the number of layers if there are several forms."""
+def _forms(forms: Sequence[str], layers: int) -> str:
+    """Describe the form that a part has in each layer that has it, with the number of layers unless all are alike."""
     counts = Counter(forms)
-    if len(counts) == 1:
+    if counts == {forms[0]: layers}:
         return forms[0]
-    return "; ".join(f"{text} in {count} of {len(forms)} layers" for text, count in counts.items())
+    return "; ".join(f"{text} in {count} of {layers} layers" for text, count in counts.items())
 
 
 def _feed_forward(config: Dense | Experts) -> str:

@@ -61,7 +61,7 @@ def _layer(weights: dict[str, Array], index: int, layer: Layer) -> dict[str, Arr
 def _check(ours: LayerConfig, theirs: LayerConfig) -> None:
     """Raise ValueError if the weights of a target's layer do not fit a layer of the head."""
     is_wide = isinstance(ours.mlp, Dense) and isinstance(theirs.mlp, Dense) and ours.mlp.width >= theirs.mlp.width
-    fits = ours.attention == theirs.attention and is_wide and ours.norms == theirs.norms
+    fits = ours.mixer == theirs.mixer and is_wide and ours.norms == theirs.norms
     if not fits:
         raise ValueError(
             f"train: copy_layers: expected layers of the target like the head's, {ours}, at most as wide, got "

@@ -119,11 +119,13 @@ def at_most(config: TrainConfig, name: str, most: int, what: str) -> None:
 
 
 def layer_sizes(target: Model) -> dict[str, Any]:
-    """Return the sizes of a head's layers, arguments of `DecoderConfig.of_sizes`: those of the target's first layer."""
-    layer, hidden = target.config.layers[0], target.config.hidden_size
-    width = layer.mlp.width if isinstance(layer.mlp, Dense) else WIDTH * hidden
-    if isinstance(layer.attention, GQA):
-        attention = layer.attention
+    """Return the sizes of a head's layers, arguments of `DecoderConfig.of_sizes`.
+
+    The feed-forward is that of the target's first layer, the attention that of its first layer with attention.
+    """
+    mlp, attention, hidden = target.config.mlps[0], target.config.attention, target.config.hidden_size
+    width = mlp.width if isinstance(mlp, Dense) else WIDTH * hidden
+    if isinstance(attention, GQA):
         heads = dict(num_heads=attention.heads, num_kv_heads=attention.kv_heads, head_dim=attention.head_dim)
     else:
         count = max(1, hidden // HEAD_DIM)

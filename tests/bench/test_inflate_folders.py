@@ -34,6 +34,8 @@ from tests.support.inflating import (
 
 pytestmark = pytest.mark.once
 
+GOLDEN = Path(__file__).parents[1] / "data" / "golden" / "families"
+
 
 def refused(**changes: Any) -> Callable[[], Any]:
     """Return a function that inflates a target and its head to other sizes, which must raise."""
@@ -75,6 +77,13 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: grow_pair(tiny.model(VOCAB, layers=LAYERS, qk_norm="head"), SIZES),
         "inflate: expected a target with Llama's layers, got llama layers with more",
     ),
+    **{
+        f"target of {family}": (
+            lambda family=family: grow_pair(tiny.load_target(GOLDEN / family), SIZES),
+            f"inflate: expected a target with Llama's layers, got {family} layers with more",
+        )
+        for family in ("lfm2", "qwen3_5_text", "deepseek_v3")
+    },
     "normed features and more draft tokens": (
         lambda: grow_pair(target(), SIZES, head=head_of(target(), norm_output=True)),
         "draft_vocab_size: expected 12, as before, for a head that norms its features .* take --draft-vocab 12",

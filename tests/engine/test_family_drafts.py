@@ -9,7 +9,20 @@ from pathlib import Path
 
 import pytest
 
-from jspec import Drafter, DraftModel, Eagle3, NGram, SamplingParams, Tree
+from jspec import (
+    DFlash,
+    Drafter,
+    DraftModel,
+    DSpark,
+    Eagle,
+    Eagle3,
+    Medusa,
+    NGram,
+    PEagle,
+    SamplingParams,
+    Suffix,
+    Tree,
+)
 from jspec.models.decoder import Model
 from tests.support import engines, tiny
 from tests.support.recordings import recording
@@ -17,7 +30,8 @@ from tests.support.recordings import recording
 pytestmark = pytest.mark.once
 
 FOLDERS = Path(__file__).parents[1] / "data" / "golden" / "families"
-FAMILIES = sorted(path.parent.name for path in FOLDERS.glob("*/config.json"))
+HYBRID = ("lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")  # draft models are refused for these
+FAMILIES = sorted({path.parent.name for path in FOLDERS.glob("*/config.json")} - set(HYBRID))
 CHAIN, DYNAMIC = Tree.chain(4), Tree.topk(12, 3, 4)
 STATIC = Tree.static([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0)])
 
@@ -42,21 +56,50 @@ def ngram(target: Model, tree: Tree) -> Drafter:
     return NGram(STATIC if tree is DYNAMIC else tree)
 
 
+def suffix(target: Model, tree: Tree) -> Drafter:
+    return Suffix(tree)
+
+
+def eagle1(target: Model, tree: Tree) -> Drafter:
+    return Eagle(tiny.eagle1_head(target), tree)
+
+
+def dflash(target: Model, tree: Tree) -> Drafter:
+    return DFlash(tiny.dflash_head(target, block_size=5, feature_layers=(1, 2, 3)), tree)
+
+
+def dspark(target: Model, tree: Tree) -> Drafter:
+    return DSpark(tiny.dspark_head(target, block_size=5, feature_layers=(1, 2, 3)), tree)
+
+
+def medusa(target: Model, tree: Tree) -> Drafter:
+    return Medusa(tiny.medusa_heads(target, 4), tree)
+
+
+def peagle(target: Model, tree: Tree) -> Drafter:
+    return PEagle(tiny.peagle_head(target, draft_vocab=100, feature_layers=(1, 2, 3)), tree)
+
+
 DRAFTERS: list[Callable[[Model, Tree], Drafter]] = [itself, eagle, two_layers, ngram]
-HYBRID = ("lfm2", "lfm2_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")  # no draft models
-EVERY = [
-    case
-    for case in itertools.product(FAMILIES, DRAFTERS, (DYNAMIC, CHAIN))
-    if case[0] not in HYBRID or case[1] in (eagle, ngram)
-]
+EVERY = list(itertools.product(FAMILIES, DRAFTERS, (DYNAMIC, CHAIN)))
 PAIRS = list(itertools.product((DYNAMIC, CHAIN), DRAFTERS))
-CASES = [(family, *PAIRS[index % len(PAIRS)][::-1]) for index, family in enumerate(FAMILIES) if family not in HYBRID]
-ROTATION = [
-    *CASES,
-    *itertools.product(HYBRID[:3:2], (eagle,), (DYNAMIC,)),
-    *itertools.product(HYBRID, (ngram,), (CHAIN,)),
+ROTATION = [(family, *PAIRS[index % len(PAIRS)][::-1]) for index, family in enumerate(FAMILIES)]
+HYBRIDS = [
+    ("lfm2", eagle, DYNAMIC),
+    ("qwen3_5_text", dflash, DYNAMIC),
+    ("qwen3_5_moe_text", ngram, DYNAMIC),
+    ("qwen3_next", dspark, CHAIN),
+    *(
+        pytest.param(case, marks=pytest.mark.long)
+        for case in [
+            ("lfm2", medusa, STATIC),
+            ("lfm2_moe", suffix, CHAIN),
+            ("qwen3_5_text", eagle1, DYNAMIC),
+            ("qwen3_next", peagle, CHAIN),
+        ]
+    ),
 ]
-DEFAULT = ("deepseek_v2", "gemma2", "gemma4_text", *HYBRID[::3])  # latent caches, windows, shared rows, slots' states
+DEFAULT = ("deepseek_v2", "gemma2", "gemma4_text")  # latent caches, windows, shared rows of the cache
 
 
 def greedy(target: Model, drafter: Drafter | None, prompts: list[list[int]]) -> tuple[list[list[int]], float]:
@@ -95,6 +138,23 @@ def test_engine_of_each_family_with_a_drafter_emits_the_greedy_tokens_of_transfo
     golden: Path, case: tuple[str, Callable[[Model, Tree], Drafter], Tree]
 ) -> None:
     check(golden, *case)
+
+
+@pytest.mark.parametrize("case", HYBRIDS, ids=named)
+def test_engine_of_a_hybrid_family_with_each_kind_of_drafter_emits_the_greedy_tokens_of_transformers(
+    golden: Path, case: tuple[str, Callable[[Model, Tree], Drafter], Tree]
+) -> None:
+    check(golden, *case)
+
+
+@pytest.mark.parametrize(("family", "mixer"), [("lfm2", "short convolution"), ("qwen3_next", "gated delta net")])
+def test_draft_model_with_layers_without_attention_is_refused_with_the_way_out(
+    family: str, mixer: str, golden: Path
+) -> None:
+    folder, expected = golden / "families" / family, f"expected .* all have attention, got one with a {mixer}; take"
+    for make in (lambda: DraftModel(tiny.load_target(folder)), lambda: DraftModel.from_pretrained(folder)):
+        with pytest.raises(NotImplementedError, match=f"DraftModel: {expected} another draft model, .*MTP.*NGram"):
+            make()
 
 
 @pytest.mark.matrix

@@ -23,7 +23,8 @@ DENSE = ("qwen2", "qwen3", "mistral", "phi3", "gemma2", "gemma3_text", "gemma4_t
 EXPERTS = ("qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "llama4_text", "deepseek_v2", "deepseek_v3")
 HYBRID = ("lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 FAMILIES = (*DENSE, *EXPERTS, *HYBRID)
-IN_FLOAT32 = ("gemma3_text", "gemma4_text", "gpt_oss")  # families whose norms have weights in float32
+# Families whose norms have weights in float32.
+IN_FLOAT32 = ("gemma3_text", "gemma4_text", "gpt_oss", "qwen3_5_text", "qwen3_next")
 OPTIONS: dict[str, dict[str, Any]] = {
     "pages of 16": dict(page_size=16),
     "pages of 1": dict(page_size=1),
@@ -80,8 +81,8 @@ def test_latent_cache_has_one_vector_and_one_key_a_token_and_may_be_float8(golde
 @pytest.mark.parametrize(
     "family",
     [
-        *("gemma4_text", "phi3", "gpt_oss", "deepseek_v2"),
-        *(pytest.param(family, marks=pytest.mark.long) for family in ("gemma3_text", "llama4_text")),
+        *("gemma4_text", "phi3", "gpt_oss", "deepseek_v2", "lfm2", "qwen3_next"),
+        *(pytest.param(family, marks=pytest.mark.long) for family in ("gemma3_text", "llama4_text", "qwen3_5_text")),
     ],
 )
 def test_converted_folder_of_a_family_gives_the_same_logits(family: str, golden: Path, tmp_path: Path) -> None:

@@ -14,12 +14,17 @@ import pytest
 from jspec import Model
 from jspec.models.config.layer_config import LayerConfig
 from jspec.models.decoder import TargetOut
+from jspec.models.mixers.attention import Attention
+from jspec.models.mixers.gated_delta import GatedDelta
 from jspec.models.mixers.gqa import GQA
+from jspec.models.mixers.mixer import Mixer
 from jspec.models.mixers.mla import MLA
+from jspec.models.mixers.short_conv import ShortConv
 from jspec.models.mlps.mlp_config import Experts
 from jspec.models.parts.rope import Rope
 from jspec.tools.replay import run_texts
 from jspec.tools.testing import last_logits
+from pallas_kernels.recurrent.gated_delta import DeltaTokens
 from tests.support import tiny
 from tests.support.arrays import on_device
 from tests.support.recordings import recording
@@ -28,8 +33,9 @@ pytestmark = pytest.mark.once
 
 DENSE = ("llama", "qwen2", "qwen3", "mistral", "phi3", "gemma2", "gemma3_text", "gemma4_text", "olmo3", "granite")
 EXPERTS = ("qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "llama4_text", "deepseek_v2", "deepseek_v3")
-RECORDED = (*DENSE, *EXPERTS)
-LONGEST = 75  # tokens of the longest recorded prompt
+HYBRID = ("lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+RECORDED = (*DENSE, *EXPERTS, *HYBRID)
+LONGEST = 100  # tokens of the longest recorded prompt
 TOLERANCE = 2e-4  # both sides use float32 but add up in different orders; 1.1e-4 with SSE4.2, at logits up to 19
 LEAST = 1e-3  # a wrong reading of a config moves some logit by more
 
@@ -74,6 +80,8 @@ def attention(**fields: Any) -> Callable[[Model], Model]:
     """Return a function that sets fields of every layer's attention; a function gets the old value."""
 
     def change(layer: LayerConfig) -> LayerConfig:
+        if not isinstance(layer.mixer, Attention):
+            return layer
         old = {name: getattr(layer.attention, name) for name in fields}
         new = {
             name: value(old[name])
@@ -97,10 +105,13 @@ def config(**fields: Any) -> Callable[[Model], Model]:
 
 
 def weights(change: Callable[[Any], Any], *names: str) -> Callable[[Model], Model]:
-    """Return a function that changes the named weights of every layer."""
+    """Return a function that changes the named weights of every layer that has them."""
 
     def apply(model: Model) -> Model:
-        layers = [layer.replace(**{name: change(getattr(layer, name)) for name in names}) for layer in model.layers]
+        layers = []
+        for layer in model.layers:
+            stored = {name: value for name in names if (value := getattr(layer, name)) is not None}
+            layers.append(layer.replace(**{name: change(value) for name, value in stored.items()}))
         return model.replace(layers=layers)
 
     return apply
@@ -192,6 +203,66 @@ def halves_paired(model: Model) -> Model:
     return weights(reordered, "qkv")(model)
 
 
+def parts_of(mixer: type[Mixer], order: Sequence[int]) -> Callable[[Model], Model]:
+    """Return a function that gives the fused projection of layers with a kind of mixer another order of its parts."""
+
+    def apply(model: Model) -> Model:
+        layers = []
+        for layer, config in zip(model.layers, model.config.layers, strict=True):
+            if isinstance(config.mixer, mixer):
+                sizes = config.mixer.params(model.config.hidden_size, model.config.hidden_size, None)["qkv"].parts
+                parts = jnp.split(layer.qkv, np.cumsum(sizes)[:-1])
+                layer = layer.replace(qkv=jnp.concatenate([parts[part] for part in order]))
+            layers.append(layer)
+        return model.replace(layers=layers)
+
+    return apply
+
+
+class Growing(GatedDelta):
+    """A gated delta net whose decays have the other sign."""
+
+    def _tokens(self, *inputs: Any) -> DeltaTokens:
+        tokens = super()._tokens(*inputs)
+        return tokens._replace(decays=-tokens.decays)
+
+
+def growing(layer: LayerConfig) -> LayerConfig:
+    delta = layer.mixer
+    return replace(layer, mixer=Growing(**vars(delta))) if isinstance(delta, GatedDelta) else layer
+
+
+GATED: dict[str, Callable[[Model], Model]] = {  # wrong readings of layers that all hybrid Qwen families have
+    "query and gate of attention swapped": parts_of(GQA, (3, 1, 2, 0)),
+    "norms without their 1": weights(lambda norm: norm - 1, "attn_norm", "mlp_norm"),
+    "head norms without their 1": weights(lambda norm: norm - 1, "q_norm", "k_norm"),
+    "norm of the outputs with another 1": weights(lambda norm: norm + 1, "delta_norm"),
+    "decays that grow": each_layer(growing),
+    "rates and decays swapped": weights(lambda gates: jnp.roll(gates, len(gates) // 2, axis=0), "gates"),
+    "no bias of decays": weights(jnp.zeros_like, "dt_bias"),
+    "queries and keys swapped": parts_of(GatedDelta, (1, 0, 2, 3)),
+    "values and gates swapped": parts_of(GatedDelta, (0, 1, 3, 2)),
+    "first tap newest": weights(lambda taps: taps[:, ::-1], "conv"),
+    "every channel rotated": rope(fraction=1.0),
+}
+SHARED: dict[str, Callable[[Model], Model]] = {  # those of their experts
+    "shared expert without its gate": weights(lambda _: None, "shared_gate"),
+    "no shared expert": experts(shared=0, gates_shared=False),
+    "scores not normalised": router(is_normalised=False),
+    "one expert fewer": router(chosen=1),
+    "gate and up swapped": weights(halves_swapped, "experts_gate_up"),
+}
+CONVOLVED: dict[str, Callable[[Model], Model]] = {  # those of both LFM2 families
+    "first tap newest": weights(lambda taps: taps[:, ::-1], "conv"),
+    "factors of inputs and outputs swapped": parts_of(ShortConv, (1, 0, 2)),
+    "no head norms": weights(jnp.ones_like, "q_norm", "k_norm"),
+    "norms swapped": lambda model: model.replace(
+        layers=[layer.replace(attn_norm=layer.mlp_norm, mlp_norm=layer.attn_norm) for layer in model.layers]
+    ),
+    "base 10000": rope(theta=1e4),
+}
+
+
 def pairs_swapped(*names: str) -> Callable[[Model], Model]:
     """Return a function that gives rotated channels 2i and 2i + 1 of a file the places of i and i + half."""
     channels = np.arange(16).reshape(2, -1).T.ravel()
@@ -219,6 +290,16 @@ def pairs_swapped(*names: str) -> Callable[[Model], Model]:
 
 
 WRONG: dict[str, dict[str, Callable[[Model], Model]]] = {
+    "qwen3_5_text": GATED,
+    "qwen3_5_moe_text": SHARED,
+    "qwen3_next": GATED | SHARED,
+    "lfm2": CONVOLVED,
+    "lfm2_moe": CONVOLVED | {
+        "softmax": router(scores="softmax"),
+        "choice not corrected": weights(jnp.zeros_like, "router_correction"),
+        "scores not normalised": router(is_normalised=False),
+        "gate and up swapped": weights(halves_swapped, "experts_gate_up"),
+    },
     "qwen2": {
         "no bias": weights(jnp.zeros_like, "qkv_bias"),
         "base 10000": rope(theta=1e4),
@@ -419,6 +500,8 @@ LONGROPE = {"rope_type": "longrope", **FACTORS, "rope_theta": 1e4, "partial_rota
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0}
 SCOUT = {"rope_type": "llama3", "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0}
 SCOUT |= {"original_max_position_embeddings": 32}
+TWO_KEY_HEADS = {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_conv_kernel_dim": 3}
+TWO_KEY_HEADS |= {"linear_key_head_dim": 16, "linear_value_head_dim": 8}
 ALTERNATING = ["sliding_attention", "full_attention"] * 2
 UNCAPPED = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
 # Configs that the recordings lack: the class in transformers, and its arguments beside the sizes.
@@ -495,6 +578,27 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
         "head_dim": 16, "num_local_experts": 4, "moe_layers": [1, 2], "intermediate_size_mlp": 48, "use_qk_norm": False,
         "attention_chunk_size": None, "attn_temperature_tuning": False, "rope_parameters": dict(BASE),
     }),
+    "qwen3_5 with two key heads": ("Qwen3_5", {**TWO_KEY_HEADS, "head_dim": 32, "full_attention_interval": 3}),
+    "qwen3_5_moe with two key heads": ("Qwen3_5Moe", {
+        **TWO_KEY_HEADS, "head_dim": 16, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40, "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    }),
+    "qwen3_next with two key heads and dense layers": ("Qwen3Next", {
+        **TWO_KEY_HEADS, "head_dim": 16, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40, "mlp_only_layers": [1], "norm_topk_prob": False,
+        "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    }),
+    "lfm2 with its own spellings": ("Lfm2", {
+        "full_attn_idxs": [1, 3], "block_ff_dim": 96, "block_multiple_of": 16, "block_ffn_dim_multiplier": 1.3,
+        "tie_embedding": False, "conv_L_cache": 4,
+    }),
+    "lfm2 with the width that it states": ("Lfm2", {"full_attn_idxs": [2], "block_auto_adjust_ff_dim": False}),
+    "lfm2_moe without corrected choices": ("Lfm2Moe", {
+        "layer_types": ["full_attention", "conv", "conv", "full_attention"], "num_dense_layers": 1, "num_experts": 6,
+        "num_experts_per_tok": 3, "moe_intermediate_size": 24, "use_expert_bias": False, "norm_topk_prob": False,
+        "routed_scaling_factor": 1.5,
+    }),
     "granite untied with biases": ("Granite", {"attention_bias": True, "logits_scaling": 4.0}),
 }  # fmt: skip
 
@@ -505,7 +609,7 @@ def theirs(name: str, more: Mapping[str, Any], folder: Path) -> Any:
     import transformers
 
     torch.manual_seed(0)
-    kind = f"{name}Text" if name in ("Gemma3", "Gemma4", "Llama4") else name
+    kind = f"{name}Text" if name in ("Gemma3", "Gemma4", "Llama4", "Qwen3_5", "Qwen3_5Moe") else name
     made = getattr(transformers, f"{name}ForCausalLM")(
         getattr(transformers, f"{kind}Config")(**{**SIZES, **more})
     ).eval()

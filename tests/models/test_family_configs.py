@@ -23,7 +23,9 @@ from tests.support.recordings import recording
 pytestmark = pytest.mark.once
 
 DENSE = ("llama", "qwen2", "qwen3", "mistral", "phi3", "gemma2", "gemma3_text", "gemma4_text", "olmo3", "granite")
-FAMILIES = (*DENSE, "qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "llama4_text")
+HYBRID = ("lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+FAMILIES = (*DENSE, "qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "llama4_text", *HYBRID)
+STORED = ("gemma3_text", "gemma4_text", "phi3", "olmo3", "gpt_oss", "glm4_moe", "llama4_text", *HYBRID)
 FACTORS = {"short_factor": [1.0 + 0.1 * i for i in range(6)], "long_factor": [1.0 + i for i in range(6)]}
 YARN = {"rope_type": "yarn", "factor": 4.0}
 LONGROPE = {"rope_type": "longrope", **FACTORS, "rope_theta": 1e4, "partial_rotary_factor": 0.75}
@@ -199,6 +201,38 @@ BAD: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"rope_scaling": YARN, "rope_parameters": None}, "rope: expected 1.0 with use_qk_norm, got 'attention_f"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor: expected 1.0, got 0.5"),
     ],
+    "lfm2": [
+        ({"conv_bias": True}, "conv_bias: expected False, got True"),
+        ({"conv_L_cache": 0}, "conv_L_cache: expected an integer from 1 .*, got 0"),
+        ({"layer_types": ["conv", "sliding_attention"] * 2}, "layer_types: expected 'full_attention' or 'conv', got"),
+        ({"layer_types": None, "full_attn_idxs": ["2"]}, "full_attn_idxs: expected a list of integers from 0, got"),
+        ({"layer_types": ["conv"] * 4}, "layer_types: expected at least one layer with attention, got 'none with"),
+        ({"tie_embedding": "yes"}, "tie_embedding: expected true or false, got 'yes'"),
+        ({"block_multiple_of": 0}, "block_multiple_of: expected an integer from 1 .*, got 0"),
+        ({"norm_eps": 0}, "norm_eps: expected a finite number above 0, got 0"),
+    ],
+    "lfm2_moe": [
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok: expected at most 8, .*, got 9"),
+        ({"num_dense_layers": -1}, "num_dense_layers: expected an integer from 0 .*, got -1"),
+        ({"conv_bias": True}, "conv_bias: expected False, got True"),
+    ],
+    "qwen3_5_text": [
+        ({"attn_output_gate": False}, "attn_output_gate: expected True, got False"),
+        ({"output_gate_type": "sigmoid"}, "output_gate_type: expected swish, got 'sigmoid'"),
+        ({"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype: expected float32, got 'bfloat16'"),
+        ({"hidden_act": "gelu"}, "hidden_act: expected silu, got 'gelu'"),
+        ({"attention_bias": True}, "attention_bias: expected False, got True"),
+        ({"linear_num_key_heads": 3}, "linear_num_key_heads: expected a divisor of .* 2, got 3"),
+        ({"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim: expected an integer from 1 .*, got 0"),
+        ({"full_attention_interval": 0, "layer_types": None}, "full_attention_interval: expected an integer from 1"),
+        ({"layer_types": ["conv"] * 4}, "layer_types: expected 'full_attention' or 'linear_attention', got"),
+    ],
+    "qwen3_5_moe_text": [
+        ({"norm_topk_prob": False}, "norm_topk_prob: expected True, got False"),
+        ({"num_experts_per_tok": 5}, "num_experts_per_tok: expected at most 4, .*, got 5"),
+        ({"shared_expert_intermediate_size": -1}, "shared_expert_intermediate_size: expected an integer from 1 .*-1"),
+    ],
+    "qwen3_next": [({"linear_value_head_dim": "16"}, "linear_value_head_dim: expected an integer, got '16'")],
     "granite": [
         ({"residual_multiplier": "big"}, "residual_multiplier: expected a number, got 'big'"),
         ({"logits_scaling": 0}, "logits_scaling: expected a finite number above 0, got 0"),
@@ -234,7 +268,7 @@ def test_folder_with_a_missing_or_an_unknown_tensor_is_refused_by_name(
         Model.from_pretrained(tmp_path, dtype="float32")
 
 
-@pytest.mark.parametrize("name", ["gemma3_text", "gemma4_text", "phi3", "olmo3", "gpt_oss", "glm4_moe", "llama4_text"])
+@pytest.mark.parametrize("name", STORED)
 def test_config_as_json_gives_the_same_config_again(name: str, golden: Path) -> None:
     made = tiny.load_target(golden / "families" / name).config
     stored = json.loads(json.dumps(made.to_json()))
@@ -262,12 +296,11 @@ def test_model_of_an_unknown_family_raises_naming_the_known_families() -> None:
             read()
 
 
-@pytest.mark.parametrize("name", ["qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"])
-def test_model_with_linear_attention_is_refused_with_the_reason(name: str) -> None:
-    with pytest.raises(
-        NotImplementedError, match=f"model_type: expected a model without linear attention, .*state.*, got '{name}'"
-    ):
-        families.read_config({**TARGET, "model_type": name})
+@pytest.mark.parametrize("name", HYBRID)
+def test_rotary_base_of_a_hybrid_model_is_that_of_its_layers_with_attention(name: str, golden: Path) -> None:
+    fields = json.loads((golden / "families" / name / "config.json").read_text())
+    other = families.read_config(fields).with_theta(7e3)
+    assert other == families.read_config(fields, rope_theta=7e3) and other.rope.theta == 7e3
 
 
 def test_config_of_smollm3_has_layers_without_rope_and_refuses_a_wrong_number_of_them() -> None:

@@ -76,6 +76,8 @@ def test_config_of_each_4_bit_format_gives_its_scheme() -> None:
     assert read(changed(GPTQ, ["group_size"], -1)) == Scheme(
         "gptq", **rows, has_zeros=True, zero_offset=1, is_symmetric=False
     )
+    rules = read(changed(GPTQ, ["dynamic"], {"lm_head": {}, "-:.*attn.*": {}, "-:.*visual.*": None}))
+    assert rules is not None and rules.unquantized == ("re:.*attn.*", "re:.*visual.*")
     assert read(AWQ) == Scheme("awq", **groups, has_zeros=True, unquantized=("lm_head",))
     assert read(PACKED) == Scheme("compressed-tensors", **groups, unquantized=("lm_head",))
     asymmetric = read(changed(PACKED, [*WEIGHTS, "symmetric"], False))
@@ -94,7 +96,7 @@ UNSUPPORTED = [
     (changed(GPTQ, ["bits"], 3), "bits: expected 4, got 3"),
     (changed(GPTQ, ["bits"], 8), "bits: expected 4, got 8"),
     (changed(GPTQ, ["checkpoint_format"], "marlin"), "checkpoint_format: expected 'gptq' or 'gptq_v2', got 'marlin'"),
-    (changed(GPTQ, ["dynamic"], {"-:lm_head": {}}), "dynamic: expected none"),
+    (changed(GPTQ, ["dynamic"], {"+:.*down.*": {"bits": 8}}), r"dynamic: '\+:\.\*down\.\*': expected none"),
     (changed(GPTQ, ["pack_dtype"], "int64"), "pack_dtype: expected 'int32', got 'int64'"),
     (changed(AWQ, ["bits"], 8), "bits: expected 4, got 8"),
     (changed(AWQ, ["version"], "gemv"), "version: expected 'gemm' or 'GEMM', got 'gemv'"),
@@ -137,6 +139,7 @@ WRONG = [
     (changed(ROWS, WEIGHTS, {"strategy": "channel"}), "missing num_bits"),
     ({"quant_method": "modelopt"}, "missing quant_algo"),
     ({"quant_method": "gptq"}, "missing bits"),
+    (changed(GPTQ, ["dynamic"], {"-:[": {}}), r"dynamic: expected a regular expression after 're:', got 're:\['"),
     (changed(GPTQ, ["group_size"], 0), "group_size: expected a number of columns above 0, or -1"),
     (changed(AWQ, ["group_size"], "all"), "group_size: expected an integer"),
     (changed(PACKED, [*WEIGHTS, "group_size"], None), "missing group_size"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from tests.reference.int4 import AWQ_ROWS
 from tests.support import folders
-from tests.support.quantized_folders import compressed
+from tests.support.quantized_folders import compressed, is_linear
 
 GROUP = 16
 CONFIG: dict[str, Any] = folders.TARGET | {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
@@ -90,15 +90,20 @@ FORMATS = {
 }
 
 
-def quantised(form: Int4Format) -> tuple[Tensors, Tensors]:
-    """Return the tensors of a quantised checkpoint, and those of the unquantised one that it stands for."""
+def quantised(
+    form: Int4Format, excluded: Collection[str] = (), plain: Tensors | None = None
+) -> tuple[Tensors, Tensors]:
+    """Return the tensors of a quantised checkpoint, and those of the unquantised one that it stands for.
+
+    The arguments are those of `quantized_folders.quantised`.
+    """
     stored: Tensors = {}
-    wide = folders.target_tensors(CONFIG)
+    wide = folders.target_tensors(CONFIG) if plain is None else dict(plain)
     for name, tensor in list(wide.items()):
-        if not name.endswith("_proj.weight"):
+        if not is_linear(name, tensor, excluded):
             stored[name] = tensor
             continue
-        weight = tensor / tensor.shape[1] ** 0.5
+        weight = tensor / tensor.shape[1] ** 0.5 if plain is None else tensor
         values, zeros, scale = numbers = rounded(weight, form.group or weight.shape[1], is_symmetric=form.is_symmetric)
         for end, array in form.write(numbers).items():
             stored[f"{name.removesuffix('weight')}{end}"] = np.ascontiguousarray(array)  # safetensors ignores strides

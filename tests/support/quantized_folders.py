@@ -6,13 +6,17 @@ the weight that they stand for, computed value by value from the format's defini
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import ml_dtypes
 import numpy as np
 
+from jspec import Model
+from pallas_kernels.layers.weights import Quantized
 from tests.support import folders
 
 FLOAT8, BFLOAT16 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.bfloat16)
@@ -103,25 +107,39 @@ def weights() -> Tensors:
     return found
 
 
+def is_linear(name: str, tensor: np.ndarray, excluded: Collection[str] = ()) -> bool:
+    """Return whether a tensor is a linear weight that exporters quantise; ``excluded`` are parts of other names."""
+    return tensor.ndim == 2 and not any(part in name for part in ("embed", "lm_head", *excluded))
+
+
 def quantised(
-    form: QuantizedFormat, excluded: str = "lm_head", plain: Tensors | None = None
+    form: QuantizedFormat, excluded: Collection[str] = (), plain: Tensors | None = None
 ) -> tuple[Tensors, Tensors]:
     """Return the tensors of a quantised checkpoint, and those of the unquantised one that it stands for.
 
     Args:
         form: format of the checkpoint.
-        excluded: part of the names of linear weights that stay as they are.
+        excluded: parts of the names of linear weights that stay as they are.
         plain: tensors to quantise; None: those of a random Llama.
     """
     stored: Tensors = {}
     wide = weights() if plain is None else dict(plain)
     for name, tensor in list(wide.items()):
-        if tensor.ndim == 2 and "embed" not in name and "lm_head" not in name and excluded not in name:
+        if is_linear(name, tensor, excluded):
             stored[name], beside, wide[name] = form.quantise(tensor)
             stored |= {f"{name.removesuffix('weight')}{end}": scale for end, scale in beside.items()}
         else:
             stored[name] = tensor
     return stored, wide
+
+
+def unrounded(model: Model) -> Model:
+    """Return a model with float8 weights that does not round activations."""
+
+    def is_weight(node: Any) -> bool:
+        return isinstance(node, Quantized)
+
+    return jax.tree.map(lambda leaf: replace(leaf, kind="fp8") if is_weight(leaf) else leaf, model, is_leaf=is_weight)
 
 
 def write(folder: Path, form: QuantizedFormat, stored: Mapping[str, np.ndarray], **changes: Any) -> Path:

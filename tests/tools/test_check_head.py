@@ -99,6 +99,14 @@ def chain(golden: Path) -> dict[str, np.ndarray]:
     return recordings.recording(golden / "chain_d4_k1_t6.npz")
 
 
+def test_observed_text_of_a_hybrid_target_has_the_recorded_choices(golden: Path) -> None:
+    folder = golden / "families" / "qwen3_next"
+    data = recordings.recording(folder / "expect.npz")
+    prompt, greedy = (data[f"{name}2"].astype(np.int32) for name in ("prompt", "greedy"))
+    seen = observe(tiny.load_target(folder), np.concatenate([prompt, greedy])[None], (1, 3))
+    np.testing.assert_array_equal(seen.choices[0, len(prompt) - 1 : -1], greedy)
+
+
 # -- replay against the EAGLE authors' code
 
 

@@ -63,6 +63,22 @@ TRAITS = {
         "feed-forward: 4 experts of 24 channels, 2 a token, silu, softmax over the chosen, biases, limited to 7, "
         "alpha 1.702",
     ],
+    "lfm2_moe": [
+        "short convolution: 32 channels, 3 taps in 2 of 4 layers",
+        "attention: 4 heads, 2 key-value heads, head_dim 8, norms of q and k (each head) in 2 of 4 layers",
+        "rope: default, theta 1000000 in 2 of 4 layers",
+        "feed-forward: 48 channels, silu in 2 of 4 layers; 8 experts of 16 channels, 2 a token, silu, "
+        "sigmoid over the chosen, choice corrected in 2 of 4 layers",
+        "vocabulary: 128, tied output head",
+    ],
+    "qwen3_5_moe_text": [
+        "gated delta net: 1 key heads of 16, 2 value heads of 16 channels, 4 taps in 2 of 3 layers",
+        f"attention: {PLAIN}, norms of q and k (each head), gates of the output in 1 of 3 layers",
+        "window: none in 1 of 3 layers",
+        "rope: default, theta 100000, 0.25 of the channels in 1 of 3 layers",
+        "feed-forward: 4 experts of 16 channels, 2 a token, silu, softmax over the chosen, "
+        "shared expert of 16 channels with a factor",
+    ],
     "llama": [f"attention: {PLAIN}", "rope: llama3, theta 500000, factor 4, from 64 tokens", "window: none"],
     "llama4_text": [
         f"attention: {PLAIN}, norms of q and k (each head, without weights) in 3 of 4 layers; {PLAIN} in 1 of 4 layers",
@@ -225,6 +241,13 @@ def test_info_command_of_medusa_eagle1_and_draft_model_prints_whether_they_fit(
     assert lines == ["fits: vocabulary: the target has 40 tokens, the draft model 41"]
     lines = fit_lines([str(tmp_path / "other"), target], capsys, 1)
     assert lines == ["mismatch: vocabulary: the target has 40 tokens, the draft model 553"]
+
+
+def test_info_command_of_a_draft_model_with_other_layers_than_attention_says_that_it_does_not_fit(
+    golden: Path, capsys: pytest.CaptureFixture
+) -> None:
+    lines = fit_lines([str(golden / "families" / name) for name in ("lfm2", "llama")], capsys, 1)
+    assert lines[1:] == ["mismatch: layers: attention in all of a draft model, got a short convolution"]
 
 
 def test_info_command_of_two_heads_or_a_folder_that_cannot_be_loaded_says_so(

@@ -1,36 +1,66 @@
-"""Reads from a model's folder the layer behind its last one, which predicts further tokens (arXiv:2412.19437).
+"""Reads from a model's folder its own layer that predicts further tokens (arXiv:2412.19437).
 
-The layer `model.layers.N` of a model of N layers has the tensors of a layer, and `enorm`, `hnorm`, `eh_proj` and
-`shared_head.norm`. Its copies of the model's embedding and output head are not read.
+DeepSeek V3 and GLM-4.5 have it behind their last layer: `model.layers.N` of a model of N layers has the tensors of a
+layer, and `enorm`, `hnorm`, `eh_proj` and `shared_head.norm`. The hybrid Qwen models have it beside their layers:
+`mtp.layers.0` is a layer with attention, whatever the model's others are, and `mtp.fc` joins the inputs. Copies of the
+model's embedding and output head are not read.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
 
-from convert.detect import later_layers
+from convert.detect import LATER_COUNTS, later_layers
 from convert.fields import CheckpointError, Fields
 from convert.huggingface import MapRow, renamed
 from convert.sources import Source
 from jspec.draft.eagle_head import head_params
 from jspec.draft.head_config import MTPConfig
+from jspec.models.config.hf_config import FULL, refuse
 from jspec.models.families.deepseek import DeepseekV3, KimiK2
 from jspec.models.families.glm import Glm4Moe
 from jspec.models.families.llama import Llama
+from jspec.models.families.qwen_hybrid import Qwen3Next, Qwen35, Qwen35Moe
 from jspec.models.load import Format, text_model, with_scheme
 from jspec.models.parts.checks import unsupported
 from jspec.models.parts.param_spec import Params
 from jspec.models.weights.params import rows
-from jspec.models.weights.weight_map import in_kernel_order, layer_tensors
+from jspec.models.weights.weight_map import as_computed, layer_tensors
 
 logger = logging.getLogger(__name__)
 
-COUNT = "num_nextn_predict_layers"  # key of a config.json: number of these layers
-FAMILIES: dict[str, Llama] = {"deepseek_v3": DeepseekV3(), "kimi_k2": KimiK2(), "glm4_moe": Glm4Moe()}
-# Tensor names by parameter, after the layer's prefix.
-JOINED = {"fc": "eh_proj", "embed_norm": "enorm", "feature_norm": "hnorm", "norm": "shared_head.norm"}
+BEHIND: dict[str, Llama] = {"deepseek_v3": DeepseekV3(), "kimi_k2": KimiK2(), "glm4_moe": Glm4Moe()}
+BESIDE: dict[str, Llama] = {"qwen3_5_text": Qwen35(), "qwen3_5_moe_text": Qwen35Moe(), "qwen3_next": Qwen3Next()}
+FAMILIES = BEHIND | BESIDE
 COPIES = ("embed_tokens.weight", "shared_head.head.weight")
+BESIDE_LAYER = re.compile(r"mtp\.layers\.([0-9]{1,6})\..*")
+ONE_LAYER = {"num_hidden_layers": 1, "layer_types": [FULL], "mlp_only_layers": [], "decoder_sparse_step": 1}
+
+
+class MTPNames(NamedTuple):
+    """The names of the tensors of a layer that predicts further tokens."""
+
+    prefix: str  # of all of them
+    layer: str  # prefix of the decoder layer
+    joined: Mapping[str, str]  # names of the other tensors behind the prefix, without their end, by parameter
+
+    def reads(self, name: str) -> bool:
+        """Return whether a tensor belongs to the layer."""
+        other = BESIDE_LAYER.fullmatch(name) is not None and not name.startswith(f"{self.layer}.")
+        return name.startswith(self.prefix) and not name.endswith(COPIES) and not other
+
+
+def mtp_names(fields: Fields) -> MTPNames:
+    """Return the names of the layer's tensors for a model's config.json."""
+    if fields.text("model_type", "llama") in BESIDE:
+        norms = {"embed_norm": "pre_fc_norm_embedding", "feature_norm": "pre_fc_norm_hidden", "norm": "norm"}
+        return MTPNames("mtp.", "mtp.layers.0", {"fc": "fc", **norms})
+    layer = f"model.layers.{fields.integer('num_hidden_layers')}"
+    norms = {"embed_norm": "enorm", "feature_norm": "hnorm", "norm": "shared_head.norm"}
+    return MTPNames(f"{layer}.", layer, {"fc": "eh_proj", **norms})
 
 
 def mtp_format(kind: str, *, norm_output: bool = True, dequantize: bool = False) -> Format:
@@ -46,17 +76,16 @@ def mtp_format(kind: str, *, norm_output: bool = True, dequantize: bool = False)
     def from_hf(fields: Fields, source: Source) -> tuple[MTPConfig, list[MapRow]]:
         fields, names = text_model(fields, source)
         config, family = read_mtp(fields, names, norm_output=norm_output)
-        prefix = f"model.layers.{fields.integer('num_hidden_layers')}."
-        names = {name: stored for name, stored in names.items() if _is_read(name, prefix)}
+        naming = mtp_names(fields)
+        names = {name: stored for name, stored in names.items() if naming.reads(name)}
         stored = set(names.values())
         source.tensors = {name: tensor for name, tensor in source.tensors.items() if name in stored}
-        params, layer = (
-            head_params(config),
-            {**family.layer_names(config.layers[0]), "input_norm": ("input_layernorm.weight",)},
-        )
-        tensors = layer_tensors(params, "layers.0", prefix.removesuffix("."), layer)
-        tensors |= {name: [f"{prefix}{tensor}.weight"] for name, tensor in JOINED.items()}
-        return config, renamed([in_kernel_order(row, config) for row in rows(params, tensors)], names)
+        params = head_params(config)
+        layer = {**family.layer_names(config.layers[0], names), "input_norm": ("input_layernorm.weight",)}
+        tensors = layer_tensors(params, "layers.0", naming.layer, layer)
+        tensors |= {name: [f"{naming.prefix}{tensor}.weight"] for name, tensor in naming.joined.items()}
+        made = as_computed(rows(params, tensors), config, norms_less_one=family.norms_less_one)
+        return config, renamed(made, names)
 
     def from_json(fields: Fields) -> MTPConfig:
         raise CheckpointError(
@@ -68,10 +97,6 @@ def mtp_format(kind: str, *, norm_output: bool = True, dequantize: bool = False)
         return head_params(config)
 
     return Format(with_scheme(from_hf, dequantize=dequantize, is_part=True), from_json, params)
-
-
-def _is_read(name: str, prefix: str) -> bool:
-    return name.startswith(prefix) and not name.endswith(COPIES)
 
 
 def read_mtp(fields: Fields, names: Collection[str], *, norm_output: bool = True) -> tuple[MTPConfig, Llama]:
@@ -87,17 +112,28 @@ def read_mtp(fields: Fields, names: Collection[str], *, norm_output: bool = True
 
     Raises:
         CheckpointError: the model has no such layer, or a value is impossible.
-        NotImplementedError: the layers of the model's family are not supported.
+        NotImplementedError: the layers of the model's family are not supported, or an option of theirs.
     """
-    kind, count = fields.text("model_type", "llama"), len(later_layers(fields, names))
+    kind = fields.text("model_type", "llama")
     if kind not in FAMILIES:
         raise unsupported("model_type", kind, " or ".join(map(repr, FAMILIES)) + " for MTP layers")
-    if not count:
-        raise fields.error(COUNT, "at least 1, as MTP drafts with a layer of the model's own")
-    if count > 1:
-        logger.info("MTP drafts every token with the first of the %d layers that predict further tokens", count)
-    layers = fields.integer("num_hidden_layers") + 1
-    read = FAMILIES[kind].decoder(Fields({**fields, "num_hidden_layers": layers}, fields.place))
+    refuse(fields, {"mtp_use_dedicated_embeddings": False})
+    _check_count(fields, names)
+    layers = ONE_LAYER if kind in BESIDE else {"num_hidden_layers": fields.integer("num_hidden_layers") + 1}
+    read = FAMILIES[kind].decoder(Fields({**fields, **layers}, fields.place))
     sizes = {"draft_vocab_size": read["vocab_size"], "target_hidden_size": read["hidden_size"]}
     options = {**read, **sizes, "layers": read["layers"][-1:], "norm_output": norm_output}
     return MTPConfig(**options, feature_layers=None, source_format="the model's own"), FAMILIES[kind]
+
+
+def _check_count(fields: Fields, names: Collection[str]) -> None:
+    """Raise CheckpointError if a model has no layer that predicts further tokens, by its config and its tensors."""
+    is_beside = fields.text("model_type", "llama") in BESIDE
+    stored = {match[1] for name in names if (match := BESIDE_LAYER.fullmatch(name))}
+    key = next((name for name in reversed(LATER_COUNTS) if fields.get(name) is not None), LATER_COUNTS[is_beside])
+    counted = max(len(stored), fields.integer(key, 0, least=0))
+    count = counted if is_beside else len(later_layers(fields, names))
+    if not count:
+        raise fields.error(key, "at least 1, as MTP drafts with a layer of the model's own")
+    if count > 1:
+        logger.info("MTP drafts every token with the first of the %d layers that predict further tokens", count)

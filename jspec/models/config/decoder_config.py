@@ -117,6 +117,8 @@ class DecoderConfig:
         positive("config", self, ("vocab_size", "hidden_size", "num_layers", "norm_eps"))
         for layer in self.layers:
             layer.check()
+        if not any(isinstance(layer.mixer, Attention) for layer in self.layers):
+            raise unsupported("layer_types", "none with attention", "at least one layer with attention")
 
     @property
     def num_layers(self) -> int:
@@ -198,7 +200,7 @@ class DecoderConfig:
         return cls(layers=(LayerConfig(attention, Dense(intermediate_size)),) * num_layers, **others)
 
     def resized(self, **changes: Any) -> Self:
-        """Return a copy of the config with the given arguments of `of_sizes` replaced in every layer.
+        """Return a copy of the config with the given arguments of `of_sizes` replaced in every layer that has them.
 
         Raises:
             NotImplementedError: another number of layers is asked for, and the layers differ.
@@ -209,7 +211,11 @@ class DecoderConfig:
         attention = {field: changes.pop(name) for name, field in ATTENTION.items() if name in changes}
         mlp = {"width": changes.pop("intermediate_size")} if "intermediate_size" in changes else {}
         layers = [
-            replace(layer, mixer=layer.attention.replaced(**attention), mlp=replace(layer.mlp, **mlp))
+            replace(
+                layer,
+                mixer=layer.mixer.replaced(**attention) if isinstance(layer.mixer, Attention) else layer.mixer,
+                mlp=replace(layer.mlp, **mlp),
+            )
             for layer in (self.layers if count == self.num_layers else self.layers[:1] * count)
         ]
         return replace(self, layers=tuple(layers), **changes)
@@ -220,7 +226,7 @@ class DecoderConfig:
         Raises:
             NotImplementedError: layers have different rotary embeddings.
         """
-        if len({layer.attention.rope for layer in self.layers}) > 1:
+        if len({layer.mixer.rope for layer in self.layers if isinstance(layer.mixer, Attention)}) > 1:
             raise unsupported("rope_theta", theta, "none, because layers have different rotary embeddings")
         return self.resized(rope=replace(self.rope, theta=theta))
 

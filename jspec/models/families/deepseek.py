@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
@@ -50,7 +50,7 @@ class Deepseek(Llama):
         )
         return [replace(attention, rope=rope) for rope in ropes]
 
-    def layer_names(self, layer: LayerConfig) -> Names:
+    def layer_names(self, layer: LayerConfig, tensors: Collection[str]) -> Names:
         attention = layer.attention
         assert isinstance(attention, MLA)
         has_latent = attention.query_latent is not None  # the order is that of `jspec.models.weights.params`

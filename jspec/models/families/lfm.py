@@ -90,7 +90,7 @@ class Lfm2(Llama):
             conv if kind == CONV else replace(attention, rope=rope) for rope, kind in zip(ropes, types, strict=True)
         ]
 
-    def layer_names(self, layer: LayerConfig) -> Names:
+    def layer_names(self, layer: LayerConfig, tensors: Collection[str]) -> Names:
         if not isinstance(layer.mixer, ShortConv):
             return self.names
         return {**self.names, "qkv": ("conv.in_proj.weight",), "o": ("conv.out_proj.weight",)}
@@ -104,12 +104,10 @@ class Lfm2Moe(Lfm2):
     """LFM2 with experts behind some dense layers; the scores of experts are sigmoids."""
 
     published: ClassVar = "LFM2-8B-A1B, LFM2-24B-A2B"
-    defaults: ClassVar = {
-        **Lfm2.defaults,
-        "block_auto_adjust_ff_dim": False,
-        "norm_topk_prob": True,
-        "use_expert_bias": True,
-    }
+    defaults: ClassVar = {**Lfm2.defaults, "norm_topk_prob": True, "use_expert_bias": True}
+
+    def _width(self, fields: Fields) -> dict[str, Any]:
+        return {}
 
     def mlps(self, fields: Fields, dense: Dense) -> Sequence[Dense | Experts]:
         router = Router(

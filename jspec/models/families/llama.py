@@ -93,10 +93,12 @@ class Llama:
 
     def weights(self, config: ModelConfig, names: Collection[str]) -> list[MapRow]:
         """Return the rows of the weight map; `jspec.models.families.Family.weights` documents the arguments."""
-        return model_rows(config, names, self.layer_names, norms_less_one=self.norms_less_one)
+        return model_rows(
+            config, names, lambda layer: self.layer_names(layer, names), norms_less_one=self.norms_less_one
+        )
 
-    def layer_names(self, layer: LayerConfig) -> Names:
-        """Return the tensor names by parameter of a layer."""
+    def layer_names(self, layer: LayerConfig, tensors: Collection[str]) -> Names:
+        """Return the tensor names by parameter of a layer; ``tensors`` has the names of all tensors."""
         return self.names
 
     def layer_types(self, fields: Fields) -> list[str]:

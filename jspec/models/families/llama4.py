@@ -56,7 +56,7 @@ class Llama4(Llama):
     def weights(self, config: ModelConfig, names: Collection[str]) -> list[MapRow]:
         if any(f".{EXPERTS}.0." in name for name in names):
             return model_rows(config, names, lambda layer: {**self.names, **SEPARATE})
-        made = model_rows(config, names, self.layer_names)
+        made = super().weights(config, names)
         return [input_major(row) if row.parameter.rpartition(".")[2] in SEPARATE else row for row in made]
 
     def layer_types(self, fields: Fields) -> list[str]:

@@ -25,6 +25,11 @@ from jspec.models.weights.weight_map import LAYER, Names
 
 LINEAR = "linear_attention"  # value of `layer_types`
 DELTA, SHARED, EXPERTS = "linear_attn", "mlp.shared_expert", "mlp.experts"
+# The weights of all experts together, as published files have them; others have them expert by expert.
+TOGETHER: Names = {
+    "experts_gate_up": (f"{EXPERTS}.gate_up_proj",),
+    "experts_down": (f"{EXPERTS}.down_proj",),
+}
 DEFAULTS = {
     "head_dim": 256, "rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "partial_rotary_factor": 0.25,
     "full_attention_interval": 4, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
@@ -85,7 +90,7 @@ class Qwen35(Llama):
     def model(self, fields: Fields) -> dict[str, Any]:
         return {"norms_in_float32": True}
 
-    def layer_names(self, layer: LayerConfig) -> Names:
+    def layer_names(self, layer: LayerConfig, tensors: Collection[str]) -> Names:
         return {**self.names, **self.delta_names} if isinstance(layer.mixer, GatedDelta) else self.names
 
 
@@ -110,8 +115,9 @@ class Qwen35Moe(Qwen35):
         width = fields.integer("moe_intermediate_size")
         return sparse_layers(fields, dense, Experts(width, router, dense.activation, shared=shared, gates_shared=True))
 
-    def weights(self, config: ModelConfig, names: Collection[str]) -> list[MapRow]:
-        return super().weights(config, names)
+    def layer_names(self, layer: LayerConfig, tensors: Collection[str]) -> Names:
+        names, fused = super().layer_names(layer, tensors), f".{EXPERTS}.gate_up_proj"
+        return {**names, **TOGETHER} if any(name.endswith(fused) for name in tensors) else names
 
 
 @register("qwen3_next")

@@ -212,8 +212,7 @@ class GQA(Attention):
             return self._attended(layer, qkv, pool, batch, dtype, eps=eps, start=start)
         width = self.q_size + 2 * self.kv_size
         gate = jax.nn.sigmoid(reduce_partials(columns(qkv, width), jnp.float32))
-        options: dict[str, Any] = {"eps": eps, "start": start}
-        out, pool = self._attended(layer, columns(qkv, 0, width), pool, batch, dtype, **options)
+        out, pool = self._attended(layer, qkv, pool, batch, dtype, eps=eps, start=start)
         return (out * gate).astype(dtype), pool
 
     def _attended(
@@ -260,7 +259,7 @@ class GQA(Attention):
         self, layer: LayerWeights, qkv: PartialSums, batch: TokenBatch, dtype: jnp.dtype, eps: float
     ) -> tuple[Any, HeadTransform]:
         """Return the fused projection, not packed, and the bias, norms and rotation that it still needs."""
-        qkv = batch.unpack(qkv)
+        qkv = batch.unpack(columns(qkv, 0, self.q_size + 2 * self.kv_size) if self.output_gate else qkv)
         cos_sin = tables(self.rope, self.head_dim, batch.positions, batch.numerics)
         if self.qk_norm == "all":
             normed = norm_all_heads(layer, self, qkv, eps=eps, dtype=dtype, numerics=batch.numerics)

@@ -8,9 +8,10 @@ from typing import Any
 
 from convert.fields import CheckpointError, Fields, read_json, require, short
 from jspec.models.parts.checks import unsupported
-from jspec.models.weights.scheme import CONFIG, Scheme, expect, module_names, refuse_others
+from jspec.models.weights.scheme import CONFIG, REGEX, Scheme, check_patterns, expect, module_names, refuse_others
 
 GPTQ_FILE = "quantize_config.json"  # file in which exporters of GPTQ describe the quantisation
+SKIPPED = "-:"  # prefix of regular expressions of modules that GPTQModel does not quantise
 FORMAT = ("checkpoint_format", "format")  # keys that tell how GPTQ's zero points are stored
 
 
@@ -71,7 +72,7 @@ def read_gptq(config: Fields) -> Scheme:
         "lm_head",
     )
     known = ("quant_method", "bits", "group_size", "checkpoint_format", "format", "method", "pack_dtype")
-    refuse_others(config, *known, *made, *run)
+    refuse_others(config, *known, *made, *run, "dynamic")
     expect(config, "pack_dtype", "int32")
     expect(config, "method", "gptq")
     for name in FORMAT:
@@ -81,9 +82,21 @@ def read_gptq(config: Fields) -> Scheme:
         "gptq",
         has_zeros=True,
         zero_offset=0 if _format(config) == "gptq_v2" else 1,
+        unquantized=_without_rules(config),
         is_symmetric=None if config.get("sym") is None else config.flag("sym"),
         subtracts_words="gptqmodel" in str(config.object("meta").get("quantizer")).lower(),
     )
+
+
+def _without_rules(config: Fields) -> tuple[str, ...]:
+    """Return the modules that GPTQModel's `dynamic` leaves as they are; a rule that quantises otherwise is refused."""
+    rules = config.object("dynamic")
+    for pattern in rules:
+        if not pattern.startswith(SKIPPED) and rules[pattern]:
+            raise unsupported(f"{rules.place}: {short(pattern)}", rules[pattern], f"none, or a name with {SKIPPED!r}")
+    names = tuple(REGEX + pattern.removeprefix(SKIPPED) for pattern in rules if pattern.startswith(SKIPPED))
+    check_patterns(rules, names)
+    return names
 
 
 def read_awq(config: Fields) -> Scheme:

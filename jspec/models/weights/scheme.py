@@ -90,11 +90,12 @@ def block_sizes(fields: Fields, name: str) -> tuple[int, int] | None:
 
 def module_names(fields: Fields, *keys: str) -> tuple[str, ...]:
     names = tuple(name for key in keys for name in fields.texts(key))
-    _check_patterns(fields, names)
+    check_patterns(fields, names)
     return names
 
 
-def _check_patterns(fields: Fields, names: Iterable[str]) -> None:
+def check_patterns(fields: Fields, names: Iterable[str]) -> None:
+    """Raise CheckpointError if the name of a module is a regular expression that has a fault."""
     for name in names:
         try:
             re.compile(name.removeprefix(REGEX) if name.startswith(REGEX) else "")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -39,7 +39,10 @@ LAYER: Names = {
     "shared_gate_up": ("mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight"),
     "shared_down": ("mlp.shared_experts.down_proj.weight",),
 }
-NORMS = ("attn_norm", "mlp_norm", "attn_post_norm", "mlp_post_norm", "q_norm", "k_norm", "norm")
+NORMS = (
+    *("attn_norm", "mlp_norm", "attn_post_norm", "mlp_post_norm", "q_norm", "k_norm", "norm"),
+    *("input_norm", "embed_norm", "feature_norm"),  # of a layer that predicts further tokens
+)
 
 
 def model_rows(
@@ -67,7 +70,17 @@ def model_rows(
         both = [TENSORS[name] for name in ("embed", "head")]
         stored = [name for name in both if name in names] or both[:1]
         tied = [same("embed", dict.fromkeys(stored, params["embed"].shape))]
-    made = [*tied, *rows(params, tensors)]
+    return as_computed([*tied, *rows(params, tensors)], config, norms_less_one=norms_less_one)
+
+
+def as_computed(made: Iterable[MapRow], config: DecoderConfig, *, norms_less_one: bool) -> list[MapRow]:
+    """Return rows as they are computed with: norms with their 1, and the weights of mixers in the order of kernels.
+
+    Args:
+        made: the rows, which read what the file stores.
+        config: config of the model, or of a layer that predicts further tokens.
+        norms_less_one: as for `model_rows`.
+    """
     if norms_less_one:
         made = [mapped(row, _plus_one) if row.parameter.rpartition(".")[2] in NORMS else row for row in made]
     return [in_kernel_order(row, config) for row in made]
