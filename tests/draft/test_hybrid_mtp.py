@@ -213,7 +213,7 @@ def test_engine_with_the_layer_emits_the_recorded_tokens_and_drafts_as_the_layer
     target, data = tiny.load_target(tmp_path), recording(FOLDERS / family / "expect.npz")
     prompts = [data[f"prompt{i}"].tolist() for i in range(3)]
     drafter = MTP.from_pretrained(tmp_path, tree=tree, dtype="float32")
-    options: dict[str, Any] = dict(slots=3, max_len=176, buckets=(3,), prefill_buckets=(48,))
+    options: dict[str, Any] = dict(slots=3, max_len=176, buckets=(3,), prefill_buckets=(48,), prefix_cache=False)
     with Engine(target, drafter=drafter, controls=False, tensor_parallel=devices, **options) as engine:
         done = engine.generate(prompts, SamplingParams(max_tokens=48, temperature=0), trace=True)
     assert [each.token_ids for each in done] == [data[f"greedy{i}"].tolist()[:48] for i in range(3)]
