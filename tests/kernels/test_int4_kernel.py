@@ -166,9 +166,25 @@ def gate_times_up(both: np.ndarray) -> np.ndarray:
     ("rows", "groups", "activation", "tiles"),
     [
         (5, 1, None, Int4Tiles(height=8, channels=1, splits=2, stages=2, parts=1, programs=1)),
-        (20, 1, None, Int4Tiles(height=16, channels=2, splits=1, stages=3, parts=2, programs=2, unrolled=4)),
+        (20, 1, None, Int4Tiles(height=16, channels=2, splits=1, stages=3, parts=2, programs=2)),
         (5, 4, None, Int4Tiles(height=8, channels=1, splits=4, stages=2, parts=1, programs=2)),
         (5, 1, "silu", Int4Tiles(height=8, channels=2, splits=1, stages=2, parts=1, programs=1)),
+        (
+            40,
+            1,
+            None,
+            Int4Tiles(
+                height=16, channels=1, splits=1, stages=3, parts=1, programs=4, has_loader=True, has_many_rows=True
+            ),
+        ),
+        (
+            20,
+            4,
+            "silu",
+            Int4Tiles(
+                height=16, channels=2, splits=1, stages=3, parts=1, programs=2, has_loader=True, has_many_rows=True
+            ),
+        ),
     ],
 )
 def test_hopper_kernel_of_bytes_interpreted_matches_float64(
@@ -184,7 +200,7 @@ def test_hopper_kernel_of_bytes_interpreted_matches_float64(
         wanted = gate_times_up(wanted) if activation else wanted
         return float(np.abs(got - wanted).max() / np.abs(wanted).max())
 
-    assert error(weight) < 1e-6
+    assert error(weight) < (2**-8 if tiles.has_many_rows and groups > 1 else 1e-6)  # scaled values are rounded then
     assert error(np.roll(weight, 1, axis=0)) > 0.1, "control: the weights of the row before"
 
 
@@ -211,7 +227,8 @@ def test_product_with_bytes_on_a_gpu_matches_float64(kind: Kind, groups: int, ro
     got = [matmul(x, operand, F32), gated_matmul(x / 100, operand)]
     for result, right in zip(got, (wanted, gate_times_up(np.asarray(x / 100, np.float64) @ weight.T)), strict=True):
         error = np.abs(np.asarray(result, np.float64) - right).max() / np.abs(right).max()
-        assert error < (1e-5 if result.dtype == F32 and rows < 800 else 2**-7)
+        is_exact = result.dtype == F32 and rows < 800 and (rows <= 64 or groups == 1)  # else scaled values are rounded
+        assert error < (1e-5 if is_exact else 2**-7)
     assert np.abs(np.asarray(got[0]) - np.roll(wanted, 1, axis=1)).max() > 0.1 * np.abs(wanted).max(), "control"
 
 

@@ -45,45 +45,89 @@ WIDEN = {
     ),
 }
 
+# The same to two float32 numbers, first and second.
+WIDEN_TO_FLOATS = {
+    "float8_e4m3fn": (
+        "mov.b32 {half, none}, $1; cvt.rn.f16x2.e4m3x2 pair, half; mov.b32 {half, none}, pair;",
+        "cvt.f32.f16 first, half; cvt.f32.f16 second, none;",
+    ),
+    "int8": (
+        "xor.b32 pair, $1, 0x8080; mov.b32 low, 0x4B000000;",  # 128 + value, in the last bits of 2**23
+        "prmt.b32 factor, pair, low, 0x7540; mov.b32 first, factor;",
+        "prmt.b32 factor, pair, low, 0x7541; mov.b32 second, factor;",
+        "add.f32 first, first, 0fCB000080; add.f32 second, second, 0fCB000080;",  # - 2**23 - 128
+    ),
+}
 
-def transforms() -> tuple[Any, ...]:
-    """Returns how the bytes are stored in shared memory: tiles of 8 rows and 128 columns, swizzled."""
+
+def transforms(columns: int) -> tuple[Any, ...]:
+    """Returns how bytes of 64 or 128 columns are stored in shared memory: tiles of 8 rows, swizzled."""
     from jax.experimental.pallas import mosaic_gpu as plgpu  # needs absl: imported only where it is used
 
-    return plgpu.TilingTransform((8, SLICE)), plgpu.SwizzleTransform(SLICE)
+    return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(columns)
 
 
-def widened(ref: Any, kind: jnp.dtype, dtype: jnp.dtype, first: int, size: int, *, interpret: bool) -> Array:
-    """Returns the values of some columns of bytes [64, size], an operand of `wgmma`; they are exact.
+def widened(
+    ref: Any, kind: jnp.dtype, dtype: jnp.dtype, first: int, size: int, scale: Array | None = None, *, interpret: bool
+) -> Array:
+    """Returns the values of some columns of bytes [64, size], an operand of `wgmma`; without scales they are exact.
 
     Args:
-        ref: bytes of 128 columns in shared memory, uint8 [64, 128], or [2, 32, 128] of rows that are 8 of the first
-            half, 8 of the second, and so on; tiles of 8 rows, with a swizzle of 128 bytes.
+        ref: bytes of 64 or 128 columns in shared memory, uint8 [64, columns], or [2, 32, columns] of rows that are 8 of
+            the first half, 8 of the second, and so on; stored as `transforms` says.
         kind: dtype of the values, int8 or float8_e4m3fn.
         dtype: bfloat16 or float16.
         first: first of the columns.
         size: number of columns, 32 or 64.
+        scale: float32 scales of the rows [64], by which values are multiplied before they are rounded; None: none.
         interpret: whether the kernel is interpreted.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     if interpret:
         values = ref[...] if ref[...].ndim == 2 else interleaved(ref[...])
-        return jax.lax.bitcast_convert_type(values, kind).astype(dtype)[:, first : first + size]
+        numbers = jax.lax.bitcast_convert_type(values, kind).astype(jnp.float32)[:, first : first + size]
+        return (numbers if scale is None else numbers * scale[:, None]).astype(dtype)
     piece = plgpu.ShapeDtypeStruct((HEIGHT, size), dtype, layout=plgpu.Layout.WGMMA)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms()),), return_type=piece)
-    def widen(_, ref):
+    scales = () if scale is None else (scale,)
+    types = plgpu.RefType(transforms(ref.shape[-1])), *(plgpu.Layout.WGMMA.reduce(1) for _ in scales)
+
+    @plgpu.inline_mgpu(arg_types=types, return_type=piece)
+    def widen(_, ref, *scales):
         m = Mlir()
-        registers = [_widen(m, pair, kind, dtype) for pair in _pairs(m, ref, first, size)]
+        factors = [m.vector.extract(factor, [], [0]) for array in scales for factor in array.registers.flat] or [
+            None
+        ] * 2
+        pairs = enumerate(_pairs(m, ref, first, size))  # alternately of a thread's first row and of its second
+        registers = [_widen(m, pair, kind, dtype, factors[index % 2]) for index, pair in pairs]
         return m.array(registers, m.wgmma, (HEIGHT, size))
 
-    return widen(ref)
+    return widen(ref, *scales)
+
+
+def keep(piece: Array) -> None:
+    """Keeps the registers of a piece from being overwritten before this call, by a store that is never executed."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,))
+    def store(_, piece):
+        m = Mlir()
+        words = [m.as_word(register) for register in piece.registers.flat]
+        lines = [".reg .pred never; .reg .b32 size; mov.u32 size, %total_smem_size; setp.eq.u32 never, size, 0;"]
+        for first in range(0, len(words), 4):
+            names = ", ".join(f"${index}" for index in range(first, first + 4))
+            lines.append(f"@never st.shared.v4.b32 [size], {{{names}}};")
+        text, kinds = "{" + " ".join(lines) + "}", ",".join("r" * len(words))
+        m.llvm.inline_asm(m.ir.Type.parse("!llvm.void"), words, text, kinds, has_side_effects=True)
+
+    store(piece)
 
 
 def _pairs(m, ref, start, size):
     """Returns words of two bytes: for each 8 of some columns those of a thread's two rows."""
-    strides, _ = m.ir.MemRefType(ref.type).get_strides_and_offset()  # [halves, tiles of rows, tiles of columns, 8, 128]
+    kind = m.ir.MemRefType(ref.type)
+    (strides, _), columns = kind.get_strides_and_offset(), kind.shape[-1]  # [halves, tiles of rows, 1, 8, columns]
     tile = strides[-4]  # bytes from 8 rows to the next 8
     apart = None if len(strides) == 4 else strides[0] // tile * 8
     _, first = next(iter(m.wgmma.thread_idxs((HEIGHT, 8))))
@@ -92,7 +136,9 @@ def _pairs(m, ref, start, size):
     for row in m.rows(apart):
         within = m.arith.andi(row, m.c(7, m.i64))
         offset = m.arith.muli(m.arith.shrui(row, m.c(3, m.i64)), m.c(tile, m.i64))
-        offset = m.arith.addi(offset, m.arith.muli(within, m.c(SLICE + 16, m.i64)))  # the swizzle moves 16 bytes
+        moved = within if columns == SLICE else m.arith.shrui(within, m.c(1, m.i64))  # by 16 bytes: the swizzle
+        offset = m.arith.addi(offset, m.arith.muli(within, m.c(columns, m.i64)))
+        offset = m.arith.addi(offset, m.arith.muli(moved, m.c(16, m.i64)))
         rows.append(m.arith.trunci(m.i32, m.arith.addi(offset, m.wide(first))))
     pairs = []
     for block in range(start // 8, (start + size) // 8):
@@ -104,9 +150,15 @@ def _pairs(m, ref, start, size):
     return pairs
 
 
-def _widen(m, pair, kind, dtype):
-    """Returns a vector of the two numbers of a word of two bytes."""
-    lines = ".reg .b32 pair, low, factor; .reg .b16 half, none;", *WIDEN[kind.name, dtype.name]
-    word = m.llvm.inline_asm(m.i32, [pair], "{" + " ".join(lines) + "}", "=r,r")
+def _widen(m, pair, kind, dtype, factor):
+    """Returns a vector of the two numbers of a word of two bytes, times a factor if it is not None."""
+    lines = [".reg .b32 pair, low, factor; .reg .b16 half, none; .reg .f32 first, second;"]
+    if factor is None:
+        lines += WIDEN[kind.name, dtype.name]
+    else:
+        lines += *WIDEN_TO_FLOATS[kind.name], "mul.f32 first, first, $2; mul.f32 second, second, $2;"
+        lines.append(f"cvt.rn.{'bf16x2' if dtype == jnp.bfloat16 else 'f16x2'}.f32 $0, second, first;")
+    factors = [] if factor is None else [factor]
+    word = m.llvm.inline_asm(m.i32, [pair, *factors], "{" + " ".join(lines) + "}", "=r,r" + ",f" * len(factors))
     number = m.ir.BF16Type.get() if dtype == jnp.bfloat16 else m.ir.F16Type.get()
     return m.as_pair(word, m.ir.VectorType.get((2,), number))
