@@ -29,20 +29,35 @@ class ByteCta(Int4Cta):
     def __init__(self, refs, memory, boxes, tiles, kind, activation, interpret):
         super().__init__(refs, memory, boxes, tiles, kind, activation, interpret)
         self.is_scaled_by_row = refs["scale"].shape[1] == 1
-        left = self.all_items % tiles.programs
-        self.has_halves = tiles.has_many_rows and 0 < 2 * left <= tiles.programs and tiles.height % 16 == 0
-        if self.has_halves:
-            self.whole_items = self.all_items - left
-            self.items = self.own_items(self.all_items + left)
+        self.halve_items()
+        self.items = self.own_items(self.all_items + self.halved_items)
+
+    def halve_items(self):
+        """Says how many of the last work items are halved, and how many come before them."""
+        left = self.all_items % self.tiles.programs
+        self.halved_items = left if self.tiles.has_many_rows and 2 * left <= self.tiles.programs else 0
+        self.whole_items = self.all_items - self.halved_items
 
     def run(self):
         """Computes the work items of this CTA."""
         super().run()
         self.plgpu.wait_smem_to_gmem(0)  # a CTA must not end before its results are copied
 
+    def finish_reading(self):
+        """Waits until all threads of this warpgroup have read a slot; with many rows, without a fence of memory."""
+        if self.interpret or not self.tiles.has_many_rows:  # the interpreter's detector of races knows the fence alone
+            super().finish_reading()
+            return
+
+        @self.plgpu.inline_mgpu()
+        def wait(_):
+            registers.Mlir().utils.warpgroup_barrier()
+
+        wait()
+
     def place_of(self, item):
         """Returns where a work item is."""
-        if not self.has_halves:
+        if not self.halved_items:
             return super().place_of(item)
         index = self.index + item * self.tiles.programs
         half = jnp.maximum(index - self.whole_items, 0)
@@ -52,7 +67,7 @@ class ByteCta(Int4Cta):
 
     def for_height(self, origin, run):
         """Calls a function with the number of rows of x of a work item."""
-        if not self.has_halves:
+        if not self.halved_items:
             run(self.tiles.height)
             return
         pl.when(~origin.is_half)(lambda: run(self.tiles.height))
@@ -166,7 +181,7 @@ class ByteCta(Int4Cta):
                 self.plgpu.wgmma_wait(1)  # for the products of the piece before
                 byte_registers.keep(before)
                 if not start:
-                    pl.when(index > 0)(lambda index=index: self.release(first + index - 1))
+                    pl.when(index > 0)(functools.partial(self.release, first + index - 1))
                 before, scale = piece, following if start + PIECE == self.tiles.columns else scale
             return before, scale
 

@@ -97,8 +97,7 @@ def multiply(
             if count and not tiles.has_many_rows
         }
         rows_of_x, loads = (tiles.height, columns), halves * (tiles.depth + len(boxes)) + 1
-        options = {"is_tiled": not is_packed, "stored": stored}
-        memory = memory_of(tiles, x.dtype, rows_of_x, piece, weights, loads, **options)
+        memory = memory_of(tiles, x.dtype, rows_of_x, piece, weights, loads, is_tiled=not is_packed, stored=stored)
         pl.run_scoped(run, memory, boxes, collective_axes="warpgroup")
 
     results = plgpu.kernel(

@@ -1,5 +1,6 @@
 """Chooses the tile sizes of the Hopper kernel of packed weights (`int4_kernel`; `packed_cta` defines the terms)."""
 
+import itertools
 import math
 from typing import NamedTuple
 
@@ -27,8 +28,9 @@ STORE_BUFFERS, STORED_ROWS = 2, 64  # of a warpgroup with many rows: buffers for
 STORE_BYTES = STORE_BUFFERS * STORED_ROWS * HEIGHT * 2
 SUM_BYTES = 4  # of a float32 sum
 SCALE_BYTES, ZERO_BYTES = 4, 1  # of a scale, and of a zero point
-# Of the kernel of many rows: most rows of x in a tile, and with slots of 128 columns; then the time of a work item, in
-# that of a row of x and 128 columns: rows that a slot takes longer, what an item takes longer, and 2**16 bytes of parts
+# Of the kernel of many rows: most rows of x in a tile, and with slots of 128 columns; then, by a model, the time of a
+# work item in that of a row of x and 128 columns: what widening takes beside half of the products, what a slot and an
+# item take longer, and what writing and reading 2**16 values of parts takes.
 MOST_MANY_ROWS, MOST_ROWS_OF_LONG_SLOTS, LEAST_MANY_ROWS = 256, 192, 48
 ROWS_OF_WIDENING, ROWS_OF_SLOT, TIME_OF_ITEM, TIME_OF_PARTS = 80, 8, 600, 3
 COPIED = 16  # fewest bytes of a row that the TMA unit copies
@@ -167,21 +169,19 @@ def tiles_of_many_rows(
     if dtype not in (jnp.bfloat16, jnp.float16) or out % (channels * HEIGHT) or (groups > 1 and blocks % groups):
         return None
     best, least = None, math.inf
-    for row_tiles in range(math.ceil(rows / MOST_MANY_ROWS), math.ceil(rows / LEAST_MANY_ROWS) + 1):
-        for count in (count for count in counts if blocks % count == 0):
-            height = math.ceil(rows / row_tiles / 16) * 16
-            items = out // (channels * HEIGHT) * count * math.ceil(rows / height)
-            waves, left = divmod(items, multiprocessors)
-            is_halved = 2 * left <= multiprocessors
-            time = waves * _time(height, blocks // count) + (left > 0) * _time(
-                height / (1 + is_halved), blocks // count
-            )
-            time += (count > 1) * TIME_OF_PARTS * count * rows * out / 2**16
-            if time < least:
-                tiles = Int4Tiles(height, channels, 1, 0, count, multiprocessors, True, has_many_rows=True)
-                room = SHARED_BYTES - channels * STORE_BYTES // halves
-                slot = tiles.columns * (2 * height + channels * HEIGHT)
-                best, least = tiles._replace(stages=min(room // slot, MOST_STAGES)), time
+    row_tiles = range(math.ceil(rows / MOST_MANY_ROWS), math.ceil(rows / LEAST_MANY_ROWS) + 1)
+    for number, count in itertools.product(row_tiles, (count for count in counts if blocks % count == 0)):
+        height = math.ceil(rows / number / 16) * 16
+        items = out // (channels * HEIGHT) * count * math.ceil(rows / height)
+        waves, left = divmod(items, multiprocessors)
+        last_height = height / 2 if 2 * left <= multiprocessors else height  # items that are left may be halved
+        time = waves * _time(height, blocks // count) + (left > 0) * _time(last_height, blocks // count)
+        time += (count > 1) * TIME_OF_PARTS * count * rows * out / 2**16
+        if time < least:
+            tiles = Int4Tiles(height, channels, 1, 0, count, multiprocessors, True, has_many_rows=True)
+            room = SHARED_BYTES - channels * STORE_BYTES // halves
+            slot = tiles.columns * (2 * height + channels * HEIGHT)
+            best, least = tiles._replace(stages=min(room // slot, MOST_STAGES)), time
     return best
 
 

@@ -20,7 +20,7 @@ from jaxtyping import Array
 from pallas_kernels.layers.hopper import HEIGHT
 from pallas_kernels.layers.int4 import byte_registers
 from pallas_kernels.layers.int4 import int4_registers as registers
-from pallas_kernels.layers.int4.int4_registers import SLICE, Mlir
+from pallas_kernels.layers.int4.int4_registers import SLICE
 from pallas_kernels.layers.int4.int4_tiling import STORE_BUFFERS, STORED_ROWS, Int4Tiles
 from pallas_kernels.layers.weights import FORMATS, Kind
 
@@ -161,15 +161,7 @@ class PackedCta(ABC):
 
     def finish_reading(self):
         """Waits until all threads of this warpgroup have read a slot: the TMA unit may write others then."""
-        if self.interpret:
-            self.plgpu.commit_smem()  # which the detector of races understands
-            return
-
-        @self.plgpu.inline_mgpu()
-        def wait(_):
-            Mlir().utils.warpgroup_barrier()
-
-        wait()
+        self.plgpu.commit_smem()
 
     def sums(self, products, shape):
         """Returns sums of products of weights in registers and rows of x in shared memory.
