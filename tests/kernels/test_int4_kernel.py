@@ -12,10 +12,10 @@ import pytest
 
 from pallas_kernels.layers.dense.grouped_matmul import grouped_matmul
 from pallas_kernels.layers.gated_matmul import gated_matmul
-from pallas_kernels.layers.int4 import int4
-from pallas_kernels.layers.int4.byte_cta import ByteCta
-from pallas_kernels.layers.int4.int4_kernel import multiply
-from pallas_kernels.layers.int4.int4_tiling import Int4Tiles, choose_tiles, copied_groups
+from pallas_kernels.layers.packed import int4
+from pallas_kernels.layers.packed.byte_cta import ByteCta
+from pallas_kernels.layers.packed.int4_kernel import multiply
+from pallas_kernels.layers.packed.int4_tiling import Int4Tiles, choose_tiles, copied_groups
 from pallas_kernels.layers.products import matmul
 from pallas_kernels.layers.quantize_rows import Activation
 from pallas_kernels.layers.weights import Kind, Quantized

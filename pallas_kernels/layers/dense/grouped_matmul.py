@@ -26,8 +26,8 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.layers import hopper
-from pallas_kernels.layers.int4 import int4, int4_kernel
-from pallas_kernels.layers.int4.int4_tiling import Int4Tiles, choose_tiles
+from pallas_kernels.layers.packed import int4, int4_kernel
+from pallas_kernels.layers.packed.int4_tiling import Int4Tiles, choose_tiles
 from pallas_kernels.layers.weights import Quantized
 
 STEP = 128  # most values of k per loop iteration; a row of them is 128 bytes

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from pallas_kernels.layers.hopper import HEIGHT
-from pallas_kernels.layers.int4.int4_registers import SLICE, Mlir, interleaved
+from pallas_kernels.layers.packed.int4_registers import SLICE, Mlir, interleaved
 
 # Instructions that make two numbers of 16 bits ($0) of two bytes ($1), by the dtypes of the bytes and of the numbers.
 _SPREAD_HIGH = "prmt.b32 pair, $1, 0, 0x1202;"  # the bytes become the high bytes of two halves

@@ -18,10 +18,10 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from pallas_kernels.layers.hopper import HEIGHT
-from pallas_kernels.layers.int4 import byte_registers
-from pallas_kernels.layers.int4 import int4_registers as registers
-from pallas_kernels.layers.int4.int4_registers import SLICE
-from pallas_kernels.layers.int4.int4_tiling import STORE_BUFFERS, STORED_ROWS, Int4Tiles
+from pallas_kernels.layers.packed import byte_registers
+from pallas_kernels.layers.packed import int4_registers as registers
+from pallas_kernels.layers.packed.int4_registers import SLICE
+from pallas_kernels.layers.packed.int4_tiling import STORE_BUFFERS, STORED_ROWS, Int4Tiles
 from pallas_kernels.layers.weights import FORMATS, Kind
 
 PIECE = 64  # most columns of an operand of `wgmma`; 128 bytes of a row of x are the widest swizzle

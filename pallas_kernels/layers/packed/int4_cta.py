@@ -10,9 +10,9 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from pallas_kernels.layers.hopper import HEIGHT
-from pallas_kernels.layers.int4.int4_registers import SLICE, gate_and_up
-from pallas_kernels.layers.int4.int4_stores import store
-from pallas_kernels.layers.int4.packed_cta import FACTORS, PackedCta, group_factors
+from pallas_kernels.layers.packed.int4_registers import SLICE, gate_and_up
+from pallas_kernels.layers.packed.int4_stores import store
+from pallas_kernels.layers.packed.packed_cta import FACTORS, PackedCta, group_factors
 from pallas_kernels.layers.quantize_rows import gate_logit
 from pallas_kernels.layers.weights import FORMATS
 

@@ -5,7 +5,7 @@ from typing import Any
 from jaxtyping import Array
 
 from pallas_kernels.layers.hopper import HEIGHT
-from pallas_kernels.layers.int4.int4_registers import Mlir
+from pallas_kernels.layers.packed.int4_registers import Mlir
 
 
 def store(

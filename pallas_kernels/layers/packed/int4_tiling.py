@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from pallas_kernels.layers.hopper import HEIGHT, SHARED_BYTES
-from pallas_kernels.layers.int4 import int4
+from pallas_kernels.layers.packed import int4
 from pallas_kernels.layers.weights import FORMATS, Kind
 
 # Most rows of x in a tile, for which shared memory has room for the sums of four splits, and for which the registers of

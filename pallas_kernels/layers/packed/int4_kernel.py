@@ -29,11 +29,11 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from pallas_kernels.layers.hopper import HEIGHT
-from pallas_kernels.layers.int4.byte_cta import ByteCta
-from pallas_kernels.layers.int4.int4_cta import Int4Cta
-from pallas_kernels.layers.int4.int4_registers import SLICE
-from pallas_kernels.layers.int4.int4_tiling import Int4Tiles, copied_groups
-from pallas_kernels.layers.int4.packed_cta import FACTORS, PIECE, memory_of
+from pallas_kernels.layers.packed.byte_cta import ByteCta
+from pallas_kernels.layers.packed.int4_cta import Int4Cta
+from pallas_kernels.layers.packed.int4_registers import SLICE
+from pallas_kernels.layers.packed.int4_tiling import Int4Tiles, copied_groups
+from pallas_kernels.layers.packed.packed_cta import FACTORS, PIECE, memory_of
 from pallas_kernels.layers.quantize_rows import Activation
 from pallas_kernels.layers.weights import FORMATS, Kind
 

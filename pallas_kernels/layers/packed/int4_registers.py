@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array
 
 from pallas_kernels.layers.hopper import HEIGHT
-from pallas_kernels.layers.int4 import int4
+from pallas_kernels.layers.packed import int4
 
 SLICE = int4.BLOCK  # columns of a slice of k
 WORD = 32  # columns of which a thread has the values in one 32-bit word of each of its rows

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.layers.hopper import HEIGHT
-from pallas_kernels.layers.int4 import byte_registers, int4_stores
-from pallas_kernels.layers.int4 import int4_registers as registers
-from pallas_kernels.layers.int4.int4_cta import Int4Cta
-from pallas_kernels.layers.int4.int4_registers import SLICE
-from pallas_kernels.layers.int4.packed_cta import PIECE
+from pallas_kernels.layers.packed import byte_registers, int4_stores
+from pallas_kernels.layers.packed import int4_registers as registers
+from pallas_kernels.layers.packed.int4_cta import Int4Cta
+from pallas_kernels.layers.packed.int4_registers import SLICE
+from pallas_kernels.layers.packed.packed_cta import PIECE
 from pallas_kernels.layers.weights import FORMATS
 
 
