@@ -58,7 +58,7 @@ SUB_FLOORS = {  # of packages that are divided, from the lowest floor up
         ("shard", "row_by_row", "hopper"),
         ("weights",),
         ("quantize_rows", "partial_sums"),
-        ("int4", "residual_norm"),
+        ("packed", "residual_norm"),
         ("dense", "norm_columns"),
         ("experts",),
         ("products", "formats"),
@@ -166,8 +166,8 @@ def test_each_part_of_a_divided_package_has_one_floor(package: str) -> None:
         ("jspec.engine.grammar.regex_dfa", "from jspec.engine.grammar import json_schema"),
         ("jspec.engine.schedule.scheduler", "from jspec.engine.run import core"),
         ("jspec.engine.text.tokenizer", "from jspec.engine.grammar.json_schema import parse"),
-        ("pallas_kernels.layers.weights", "from pallas_kernels.layers.int4 import int4"),
-        ("pallas_kernels.layers.int4.int4_kernel", "from pallas_kernels.layers import products"),
+        ("pallas_kernels.layers.weights", "from pallas_kernels.layers.packed import int4"),
+        ("pallas_kernels.layers.packed.int4_kernel", "from pallas_kernels.layers import products"),
         (
             "pallas_kernels.layers.dense.split_kernel",
             "def late():\n    from pallas_kernels.layers.experts import mxfp4",
@@ -189,7 +189,7 @@ def test_import_violations_of_a_forbidden_import_are_not_empty(module: str, sour
         ("jspec.step.decode", "from jspec.verify import rules"),
         ("jspec.testing", "from jspec.tools import testing"),
         ("convert.__main__", "from jspec.tools import convert"),
-        ("pallas_kernels.layers.experts.expert_cta", "from pallas_kernels.layers.int4 import packed_cta"),
+        ("pallas_kernels.layers.experts.expert_cta", "from pallas_kernels.layers.packed import packed_cta"),
     ],
 )
 def test_import_violations_of_an_allowed_import_are_empty(module: str, source: str) -> None:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.layers.experts import expert_bytes, mxfp4
-from pallas_kernels.layers.int4 import int4
+from pallas_kernels.layers.packed import int4
 from pallas_kernels.layers.quantize_rows import scaled_rows
 from pallas_kernels.layers.weights import FORMATS, Kind, Quantized
 

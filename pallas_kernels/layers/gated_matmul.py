@@ -21,7 +21,7 @@ from pallas_kernels.layers.dense import gated_kernel, hopper_kernel
 from pallas_kernels.layers.dense.gated_kernel import has_few_rows
 from pallas_kernels.layers.dense.grouped_matmul import packed_tiles
 from pallas_kernels.layers.dense.hopper_tiling import HopperTiles, choose_tiles
-from pallas_kernels.layers.int4 import int4_kernel
+from pallas_kernels.layers.packed import int4_kernel
 from pallas_kernels.layers.products import factors, matmul
 from pallas_kernels.layers.quantize_rows import Activation, gated
 from pallas_kernels.layers.weights import Inputs, Quantized, Weight

@@ -22,7 +22,7 @@ from pallas_kernels.layers.experts.expert_mlp import ExpertMlp, expert_mlp, mult
 from pallas_kernels.layers.experts.expert_registers import NEGATIVE, POSITIVE, UNPACK
 from pallas_kernels.layers.experts.expert_rows import MOST_LISTED, gather_blocks
 from pallas_kernels.layers.experts.expert_tiling import choose_tiles
-from pallas_kernels.layers.int4.int4_tiling import Int4Tiles
+from pallas_kernels.layers.packed.int4_tiling import Int4Tiles
 from pallas_kernels.layers.weights import Quantized
 from tests.kernels.test_expert_matmul import LIMITED, choices, loop, packed
 from tests.support.arrays import on_device

@@ -18,7 +18,7 @@ from jspec.models.weights.quantize import widened_bytes
 from pallas_kernels import gated_matmul, split_matmul
 from pallas_kernels.layers.dense.grouped_matmul import grouped_matmul
 from pallas_kernels.layers.formats import columns_of, quantize
-from pallas_kernels.layers.int4 import int4
+from pallas_kernels.layers.packed import int4
 from pallas_kernels.layers.partial_sums import reduce_partials
 from pallas_kernels.layers.products import matmul
 from pallas_kernels.layers.quantize_rows import quantize_activation

@@ -12,9 +12,10 @@ import pytest
 
 from pallas_kernels.layers.dense.grouped_matmul import grouped_matmul
 from pallas_kernels.layers.gated_matmul import gated_matmul
-from pallas_kernels.layers.int4 import int4
-from pallas_kernels.layers.int4.int4_kernel import multiply
-from pallas_kernels.layers.int4.int4_tiling import Int4Tiles, choose_tiles, copied_groups
+from pallas_kernels.layers.packed import int4
+from pallas_kernels.layers.packed.byte_cta import ByteCta
+from pallas_kernels.layers.packed.int4_kernel import multiply
+from pallas_kernels.layers.packed.int4_tiling import Int4Tiles, choose_tiles, copied_groups
 from pallas_kernels.layers.products import matmul
 from pallas_kernels.layers.quantize_rows import Activation
 from pallas_kernels.layers.weights import Kind, Quantized
@@ -166,9 +167,25 @@ def gate_times_up(both: np.ndarray) -> np.ndarray:
     ("rows", "groups", "activation", "tiles"),
     [
         (5, 1, None, Int4Tiles(height=8, channels=1, splits=2, stages=2, parts=1, programs=1)),
-        (20, 1, None, Int4Tiles(height=16, channels=2, splits=1, stages=3, parts=2, programs=2, unrolled=4)),
+        (20, 1, None, Int4Tiles(height=16, channels=2, splits=1, stages=3, parts=2, programs=2)),
         (5, 4, None, Int4Tiles(height=8, channels=1, splits=4, stages=2, parts=1, programs=2)),
         (5, 1, "silu", Int4Tiles(height=8, channels=2, splits=1, stages=2, parts=1, programs=1)),
+        (
+            40,
+            1,
+            None,
+            Int4Tiles(
+                height=16, channels=1, splits=1, stages=3, parts=1, programs=4, has_loader=True, has_many_rows=True
+            ),
+        ),
+        (
+            20,
+            4,
+            "silu",
+            Int4Tiles(
+                height=16, channels=2, splits=1, stages=3, parts=1, programs=2, has_loader=True, has_many_rows=True
+            ),
+        ),
     ],
 )
 def test_hopper_kernel_of_bytes_interpreted_matches_float64(
@@ -184,7 +201,7 @@ def test_hopper_kernel_of_bytes_interpreted_matches_float64(
         wanted = gate_times_up(wanted) if activation else wanted
         return float(np.abs(got - wanted).max() / np.abs(wanted).max())
 
-    assert error(weight) < 1e-6
+    assert error(weight) < (2**-8 if tiles.has_many_rows and groups > 1 else 1e-6)  # scaled values are rounded then
     assert error(np.roll(weight, 1, axis=0)) > 0.1, "control: the weights of the row before"
 
 
@@ -202,7 +219,7 @@ def test_bytes_widened_on_a_gpu_have_exactly_the_values_of_their_dtype(kind: Kin
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS_OF_BYTES)
 @pytest.mark.parametrize("groups", [1, 16])
-@pytest.mark.parametrize("rows", [1, 5, 33, 170, 400, 800])
+@pytest.mark.parametrize("rows", [1, 5, 33, 170, 400, 800, 2500])
 def test_product_with_bytes_on_a_gpu_matches_float64(kind: Kind, groups: int, rows: int) -> None:
     values, scale, weight = weight_of_bytes(kind, 1024, 2048, groups)
     x = on_device(np.random.default_rng(rows).normal(size=(rows, 2048)), BF16)
@@ -211,7 +228,8 @@ def test_product_with_bytes_on_a_gpu_matches_float64(kind: Kind, groups: int, ro
     got = [matmul(x, operand, F32), gated_matmul(x / 100, operand)]
     for result, right in zip(got, (wanted, gate_times_up(np.asarray(x / 100, np.float64) @ weight.T)), strict=True):
         error = np.abs(np.asarray(result, np.float64) - right).max() / np.abs(right).max()
-        assert error < (1e-5 if result.dtype == F32 and rows < 800 else 2**-7)
+        is_exact = result.dtype == F32 and (rows <= 64 or groups == 1)  # else scaled values are rounded
+        assert error < (1e-5 if is_exact else 2**-7)
     assert np.abs(np.asarray(got[0]) - np.roll(wanted, 1, axis=1)).max() > 0.1 * np.abs(wanted).max(), "control"
 
 
@@ -303,6 +321,48 @@ def test_hopper_tiles_of_packed_weights_keep_an_h100_busy(
     tiles = choose_tiles(rows, (out, inner // 128, 64), inner // 128, BF16, 132, gated=gated)
     assert tiles and (tiles.height, tiles.width, tiles.parts, tiles.programs) == (height, width, parts, programs)
     assert tiles.stages >= 3 and tiles.groups == (4 if rows <= 64 else tiles.channels)
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(
+    ("name", "rows", "groups", "height", "parts", "columns"),
+    [
+        ("gate_up", 96, 1, 96, 1, 128),
+        ("down", 160, 1, 160, 4, 128),
+        ("down", 320, 112, 160, 2, 128),
+        ("gate_up", 320, 1, 160, 1, 128),  # 448 tiles: three for each of 132 multiprocessors, and 52 that are halved
+        ("qkv", 1024, 1, 256, 1, 64),
+        ("gate_up", 1024, 32, 256, 1, 64),
+    ],
+)
+def test_hopper_tiles_of_many_rows_and_bytes_leave_few_multiprocessors_idle(
+    name: str, rows: int, groups: int, height: int, parts: int, columns: int
+) -> None:
+    (out, inner), gated = SHAPES[name], name == "gate_up"
+    tiles = choose_tiles(rows, (out, inner // 128, 128), groups, BF16, 132, gated=gated, kind="fp8")
+    assert tiles and tiles.has_many_rows and tiles.has_loader and tiles.stages >= 3
+    assert (tiles.height, tiles.parts, tiles.columns, tiles.programs) == (height, parts, columns, 132)
+
+
+@pytest.mark.once
+@mosaic
+@pytest.mark.parametrize(("row_tiles", "programs"), [(11, 7), (3, 4), (9, 60), (2, 132)])
+def test_work_items_of_many_rows_cover_each_tile_of_the_result_once(row_tiles: int, programs: int) -> None:
+    """Rows are counted in eights; a tile of 16 rows may be halved."""
+    cta = object.__new__(ByteCta)
+    cta.tiles = Int4Tiles(16, channels=2, splits=1, stages=3, parts=2, programs=programs, has_many_rows=True)
+    cta.row_tiles, cta.channel_tiles, cta.own_channels = row_tiles, 3, 64
+    cta.all_items = row_tiles * 3 * 2
+    cta.halve_items()
+    covered: list[tuple[int, ...]] = []
+    for index in range(programs):
+        cta.index = jnp.int32(index)
+        for item in range(int(cta.own_items(cta.all_items + cta.halved_items))):
+            origin = cta.place_of(jnp.int32(item))
+            eights = 1 if origin.is_half else 2
+            place = int(origin.channel) // 128, int(origin.part)
+            covered += [(*place, int(origin.row) // 8 + number) for number in range(eights)]
+    assert sorted(covered) == list(np.ndindex(3, 2, 2 * row_tiles))
 
 
 @pytest.mark.once

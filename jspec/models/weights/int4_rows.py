@@ -7,7 +7,7 @@ Files pack eight values into an int32 word. GPTQ and AWQ store a weight's transp
     awq                  8 rows [in, out / 8]       8 rows [groups, out / 8]      [groups, out]
     compressed-tensors   8 columns [out, in / 8]    8 rows [out / 8, groups]      [out, groups]
 
-AWQ orders the values of a word as `AWQ` says. On the device a weight is packed as `pallas_kernels.layers.int4.int4`
+AWQ orders the values of a word as `AWQ` says. On the device a weight is packed as `pallas_kernels.layers.packed.int4`
 says, and experts as `pallas_kernels.layers.experts.expert_bytes` says.
 Nothing is rounded: values and zero points are whole numbers, and scales become float32.
 """
@@ -27,7 +27,7 @@ from convert.sources import Shape, Source, Tensor
 from jspec.models.parts.checks import unsupported
 from jspec.models.weights.scheme import Scheme
 from pallas_kernels.layers.experts import expert_bytes
-from pallas_kernels.layers.int4.int4 import block_of, pack
+from pallas_kernels.layers.packed.int4 import block_of, pack
 
 WORD = 8  # values in an int32 word
 ONES = 0x11111111  # a word of eight times 1

@@ -28,7 +28,7 @@ from jspec.models.weights.mxfp4_rows import mxfp4_rows
 from jspec.models.weights.quantize import EXPERTS, NAMES, WIDENED
 from jspec.models.weights.scheme import CONFIG, Scheme
 from pallas_kernels.layers.experts import expert_bytes
-from pallas_kernels.layers.int4.int4 import ZERO, unpack
+from pallas_kernels.layers.packed.int4 import ZERO, unpack
 from pallas_kernels.layers.weights import Kind
 
 WEIGHT = ".weight"

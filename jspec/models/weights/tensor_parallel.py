@@ -32,7 +32,7 @@ from jspec.models.mlps.mlp_config import Dense, Experts
 from jspec.models.mlps.shared_expert import check_apart
 from jspec.models.parts.checks import check_divided
 from jspec.models.parts.param_spec import Params, ParamSpec
-from pallas_kernels.layers.int4.int4 import reblocked
+from pallas_kernels.layers.packed.int4 import reblocked
 from pallas_kernels.layers.shard import AXIS, Shard
 from pallas_kernels.layers.weights import Quantized
 

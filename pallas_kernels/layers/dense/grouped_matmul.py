@@ -6,11 +6,13 @@ Of packed weights (`int4`), which may have zero points too, values[n, k] - zeros
 
 The sum over s is x @ w.T. The kernel reads the weight's bytes, widens a tile of them in registers, and multiplies the
 sum over a step of k by the step's scales, so no widened copy of the weight is written to memory, and no value is
-rounded. On a Hopper GPU `int4_kernel` multiplies packed weights in blocks of 128 columns, and up to 768 rows by weights
-of eight bits, which may have one scale for each row there. More rows, and elsewhere more than 64 rows of a packed
-weight, are multiplied by a copy of the weight, whose values are rounded to the rows' dtype. Products with a copy that
-is scaled by rows are rounded before they are scaled, too. The scales of blocks of rows and columns, as DeepSeek-V3
-stores them (arXiv:2412.19437 section 3.3), are repeated for each row of a block.
+rounded. On a Hopper GPU `int4_kernel` multiplies any number of rows by packed weights in blocks of 128 columns, and by
+weights of eight bits, which may have one scale for each row there; with more than 64 rows, values that have scales of
+groups are multiplied by these and rounded to the rows' dtype. More than 2048 rows with scales of groups, and elsewhere
+more than 64 rows of a packed weight or 768 of another, are multiplied by a copy of the weight, whose values are rounded
+to the rows' dtype. Products with a copy that is scaled by rows are rounded before they are scaled, too. The scales of
+blocks of rows and columns, as DeepSeek-V3 stores them (arXiv:2412.19437 section 3.3), are repeated for each row of a
+block.
 """
 
 import functools
@@ -24,8 +26,8 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.layers import hopper
-from pallas_kernels.layers.int4 import int4, int4_kernel
-from pallas_kernels.layers.int4.int4_tiling import Int4Tiles, choose_tiles
+from pallas_kernels.layers.packed import int4, int4_kernel
+from pallas_kernels.layers.packed.int4_tiling import Int4Tiles, choose_tiles
 from pallas_kernels.layers.weights import Quantized
 
 STEP = 128  # most values of k per loop iteration; a row of them is 128 bytes
@@ -33,6 +35,7 @@ LEAST_STEP = 32  # fewest values of k in a product of 8-bit operands on tensor c
 FEW_ROWS = 16  # smallest side of a product on tensor cores
 MOST_ROWS = 64  # most rows of x per Pallas program
 MOST_ROWS_OF_BYTES = 768  # with more rows, it takes less time to widen a copy of a weight of eight bits
+MOST_ROWS_OF_GROUPS = 2048  # the same on a Hopper GPU if the weight has scales of groups
 MOST_WIDENED = 2**27  # most values of a packed weight that are widened at once for many rows, 256 MiB
 
 
@@ -79,9 +82,9 @@ def _by_widening(x, weight, *, parts, dtype):
 
 
 def exceeds_kernel(rows: int, weight: Quantized) -> bool:
-    """Returns whether a copy of a weight is faster than a kernel that widens the values again for each tile of rows.
+    """Returns whether a copy of a weight is faster than a Triton kernel, which widens the values for each tile of rows.
 
-    The Hopper kernel multiplies any number of rows by packed weights.
+    The Hopper kernel multiplies more rows (`packed_tiles`).
     """
     return rows > (MOST_ROWS if weight.is_packed else MOST_ROWS_OF_BYTES)
 
@@ -186,7 +189,9 @@ def packed_tiles(
     """
     count = hopper.multiprocessors()
     out, inner = weight.shape
-    if count is None or weight.is_dynamic or inner % STEP or (not weight.is_packed and exceeds_kernel(rows, weight)):
+    if count is None or weight.is_dynamic or inner % STEP:
+        return None
+    if not weight.is_packed and weight.group < inner and rows > MOST_ROWS_OF_GROUPS:
         return None
     packed = weight.values.shape if weight.is_packed else (out, inner // STEP, STEP)
     return choose_tiles(rows, packed, inner // weight.group, dtype, count, parts, gated=gated, kind=weight.kind)

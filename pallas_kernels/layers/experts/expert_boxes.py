@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from pallas_kernels.layers.experts.expert_bytes import PACKED, SLICE
-from pallas_kernels.layers.int4.int4_tiling import COPIED, Int4Tiles
+from pallas_kernels.layers.packed.int4_tiling import COPIED, Int4Tiles
 from pallas_kernels.layers.weights import FORMATS, Kind, Quantized
 
 MOST_ELEMENTS = 256  # of each dimension of a copy

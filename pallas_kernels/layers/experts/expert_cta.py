@@ -12,8 +12,8 @@ from pallas_kernels.layers.experts import expert_registers as registers
 from pallas_kernels.layers.experts.expert_boxes import item_slots
 from pallas_kernels.layers.experts.expert_stores import store_block, store_choices
 from pallas_kernels.layers.hopper import HEIGHT
-from pallas_kernels.layers.int4.int4_registers import SLICE, column, gate_and_up
-from pallas_kernels.layers.int4.packed_cta import FACTORS, PIECE, PackedCta, group_factors
+from pallas_kernels.layers.packed.int4_registers import SLICE, column, gate_and_up
+from pallas_kernels.layers.packed.packed_cta import FACTORS, PIECE, PackedCta, group_factors
 from pallas_kernels.layers.weights import Kind
 
 

@@ -30,9 +30,9 @@ from pallas_kernels.layers.experts.expert_boxes import boxes_of, item_slots, mem
 from pallas_kernels.layers.experts.expert_cta import ExpertCta, PackedProduct
 from pallas_kernels.layers.experts.expert_rows import gather_blocks
 from pallas_kernels.layers.hopper import HEIGHT
-from pallas_kernels.layers.int4.int4_registers import SLICE
-from pallas_kernels.layers.int4.int4_tiling import Int4Tiles
-from pallas_kernels.layers.int4.packed_cta import PIECE, memory_of
+from pallas_kernels.layers.packed.int4_registers import SLICE
+from pallas_kernels.layers.packed.int4_tiling import Int4Tiles
+from pallas_kernels.layers.packed.packed_cta import PIECE, memory_of
 from pallas_kernels.layers.weights import Kind, Quantized
 
 

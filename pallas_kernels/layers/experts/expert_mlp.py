@@ -13,7 +13,7 @@ from pallas_kernels.layers.experts.expert_matmul import Gate, expert_matmul
 from pallas_kernels.layers.experts.expert_rows import gather_blocks
 from pallas_kernels.layers.experts.expert_tiling import packed_tiles
 from pallas_kernels.layers.hopper import choose_compiled
-from pallas_kernels.layers.int4.int4_tiling import Int4Tiles
+from pallas_kernels.layers.packed.int4_tiling import Int4Tiles
 from pallas_kernels.layers.weights import Quantized
 
 PARTS = (1, 2)  # parts of k of the product with down, added up together with the outputs of a row's experts

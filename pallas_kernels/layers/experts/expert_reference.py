@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.layers.experts import mxfp4
 from pallas_kernels.layers.experts.expert_blocks import blocks_of
 from pallas_kernels.layers.experts.expert_bytes import unpack
-from pallas_kernels.layers.int4 import int4
+from pallas_kernels.layers.packed import int4
 from pallas_kernels.layers.row_by_row import row_by_row
 from pallas_kernels.layers.weights import Quantized
 

@@ -9,7 +9,7 @@ from jaxtyping import Array
 from pallas_kernels.layers.experts import mxfp4
 from pallas_kernels.layers.experts.expert_bytes import registered, unpack
 from pallas_kernels.layers.hopper import HEIGHT
-from pallas_kernels.layers.int4.int4_registers import SLICE, WORD, Mlir, interleaved, rows_by_jax, words
+from pallas_kernels.layers.packed.int4_registers import SLICE, WORD, Mlir, interleaved, rows_by_jax, words
 
 THREADS = SLICE // mxfp4.GROUP  # threads that share a row of a slice; each has the columns of a group
 

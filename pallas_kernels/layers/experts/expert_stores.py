@@ -6,8 +6,8 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from pallas_kernels.layers.experts.expert_bytes import SLICE, place_of
-from pallas_kernels.layers.int4.int4_registers import Mlir
-from pallas_kernels.layers.int4.int4_stores import channels_by_jax
+from pallas_kernels.layers.packed.int4_registers import Mlir
+from pallas_kernels.layers.packed.int4_stores import channels_by_jax
 
 
 def store_choices(

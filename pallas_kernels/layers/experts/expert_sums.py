@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.layers.experts import mxfp4
-from pallas_kernels.layers.int4 import int4
+from pallas_kernels.layers.packed import int4
 
 
 def unpacked_sums(refs, halves, row, *, inner, precision):

@@ -10,7 +10,7 @@ from pallas_kernels.layers.experts.expert_boxes import box_bytes, places
 from pallas_kernels.layers.experts.expert_bytes import BLOCK, PACKED, SLICE
 from pallas_kernels.layers.experts.expert_rows import MOST_LISTED
 from pallas_kernels.layers.hopper import HEIGHT, multiprocessors
-from pallas_kernels.layers.int4.int4_tiling import Int4Tiles, most_stages
+from pallas_kernels.layers.packed.int4_tiling import Int4Tiles, most_stages
 from pallas_kernels.layers.weights import Kind, Quantized
 
 # Rows of a block, and the most choices of an expert on average for which they usually suffice.

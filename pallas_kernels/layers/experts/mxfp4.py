@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, BFloat16, Float, Int32, UInt8
 
 from pallas_kernels.layers.experts.expert_bytes import pack, unpack
-from pallas_kernels.layers.int4 import int4
+from pallas_kernels.layers.packed import int4
 
 GROUP = 32  # columns that share a scale, and columns of a block
 BIAS = 127  # exponent of the scale 1

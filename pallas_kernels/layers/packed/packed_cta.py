@@ -18,13 +18,14 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from pallas_kernels.layers.hopper import HEIGHT
-from pallas_kernels.layers.int4 import byte_registers
-from pallas_kernels.layers.int4 import int4_registers as registers
-from pallas_kernels.layers.int4.int4_registers import SLICE
-from pallas_kernels.layers.int4.int4_tiling import Int4Tiles
+from pallas_kernels.layers.packed import byte_registers
+from pallas_kernels.layers.packed import int4_registers as registers
+from pallas_kernels.layers.packed.int4_registers import SLICE
+from pallas_kernels.layers.packed.int4_tiling import STORE_BUFFERS, STORED_ROWS, Int4Tiles
 from pallas_kernels.layers.weights import FORMATS, Kind
 
 PIECE = 64  # most columns of an operand of `wgmma`; 128 bytes of a row of x are the widest swizzle
+REGISTERS, LOADER_REGISTERS = 512, 40  # of a thread: if there were one warpgroup, and of a loader of many rows
 FACTORS = ("scale", "zeros")  # names of the arrays with a value for each group of a row
 
 
@@ -36,13 +37,12 @@ class PackedCta(ABC):
 
     items: Array  # number of work items of the CTA
     kind: Kind  # kind of the weight
-    is_scaled_by_row = False  # whether a row of the weight has one scale
     item_slots: int  # slots of a work item
 
     def __init__(self, memory: tuple[Any, ...], tiles: Int4Tiles, interpret: bool):
         from jax.experimental.pallas import mosaic_gpu as plgpu  # needs absl: imported only where it is used
 
-        self.x_tiles, self.w_tiles, self.arrived, self.done, *self.joining = memory
+        (self.x_tiles, self.w_tiles, self.arrived, self.done), self.joining, self.results = memory
         self.tiles, self.interpret, self.plgpu = tiles, interpret, plgpu
         self.warpgroup, self.index = jax.lax.axis_index("warpgroup"), jax.lax.axis_index("program")
         self.channel = jax.lax.rem(self.warpgroup, tiles.channels)
@@ -76,13 +76,6 @@ class PackedCta(ABC):
             factors: `factors` of the slices.
             total: the total.
         """
-
-    def weights(self, at: Any, first: int) -> Any:
-        """Returns `PIECE` columns from `first` on of this warpgroup's slice of a slot, widened in registers.
-
-        Only for weights of eight bits, whose slots have one slice for each split.
-        """
-        raise NotImplementedError
 
     @abstractmethod
     def x_piece(self, at: Any, index: int, first: int, size: int) -> Any:
@@ -121,14 +114,28 @@ class PackedCta(ABC):
             wait(slot)  # for the one that is `stages` before, in the same place
             self.load(slot)
 
-        pl.when(is_loader)(lambda: pl.loop(0, first)(self.load))
+        def load_all():
+            self.limit_registers(LOADER_REGISTERS, "decrease")
+            pl.loop(0, first)(self.load)
+            pl.loop(first, total)(replace)
+
+        def compute_all():
+            self.limit_registers((REGISTERS - LOADER_REGISTERS) // tiles.groups // 8 * 8, "increase")
+            pl.loop(0, self.items)(self.compute)
+
         if tiles.has_loader:
-            pl.when(is_loader)(lambda: pl.loop(first, total)(replace))
-            pl.when(~is_loader)(lambda: pl.loop(0, self.items)(self.compute))
+            pl.when(is_loader)(load_all)
+            pl.when(~is_loader)(compute_all)
         else:
+            pl.when(is_loader)(lambda: pl.loop(0, first)(self.load))
             pl.loop(0, self.items)(self.compute)
         # A CTA must not end before all arrivals at its barriers are complete.
         pl.when(is_loader)(lambda: pl.loop(jnp.maximum(total - tiles.stages, 0), total)(wait))
+
+    def limit_registers(self, count, action):
+        """Changes the number of registers of a thread, which a loader of many rows leaves to other warpgroups."""
+        if self.tiles.has_many_rows and not self.interpret:
+            self.plgpu.set_max_registers(count, action=action)
 
     def place_in_ring(self, slot):
         """Returns the place in shared memory of a slot."""
@@ -137,11 +144,11 @@ class PackedCta(ABC):
 
     def first_column(self, part, index):
         """Returns the first column of slot ``index`` of a work item with this part of k."""
-        return (part * self.item_slots + index) * (SLICE * self.tiles.splits * self.tiles.depth)
+        return (part * self.item_slots + index) * (self.tiles.columns * self.tiles.splits * self.tiles.depth)
 
     def release(self, slot):
         """Marks a slot as read; without a loader, the first warpgroup loads a later slot into the place before it."""
-        self.plgpu.commit_smem()  # bytes are read before the TMA unit writes others
+        self.finish_reading()
         self.plgpu.barrier_arrive(self.done.at[self.place_in_ring(slot)])
         before = slot - 1
         if self.tiles.has_loader:
@@ -151,6 +158,10 @@ class PackedCta(ABC):
         def _():
             self.plgpu.barrier_wait(self.done.at[self.place_in_ring(before)])
             self.load(before + self.tiles.stages)
+
+    def finish_reading(self):
+        """Waits until all threads of this warpgroup have read a slot: the TMA unit may write others then."""
+        self.plgpu.commit_smem()
 
     def sums(self, products, shape):
         """Returns sums of products of weights in registers and rows of x in shared memory.
@@ -204,53 +215,7 @@ class PackedCta(ABC):
     def compute(self, item):
         """Computes a work item and stores its result."""
         origin = self.place_of(item)
-        total = self.row_total(origin, item) if self.is_scaled_by_row else self.group_total(origin, item)
-        self.join(total, item, functools.partial(self.store, origin))
-
-    def row_total(self, origin, item):
-        """Returns the sums of a work item [64, height] of a weight whose rows have one scale each."""
-        (((scale, _),),) = self.factors(origin, jnp.int32(0))
-        first = item * self.item_slots
-        if self.interpret:
-            sums = self.interpreted_sums(first)
-        else:
-            accumulator = self.plgpu.ACC((HEIGHT, self.tiles.height), jnp.float32)
-            sums = pl.run_scoped(functools.partial(self.pipelined_sums, first), accumulator)
-        return sums * jax.lax.broadcast_in_dim(scale, sums.shape, [0])
-
-    def interpreted_sums(self, first):
-        """Computes `pipelined_sums` slot by slot: the interpreter has no `wgmma` with an operand in registers."""
-
-        def add(index, total):
-            at = self.place_in_ring(first + index)
-            self.plgpu.barrier_wait(self.arrived.at[at])
-            for start in range(0, SLICE, PIECE):
-                x = self.x_piece(at, 0, start, PIECE)[...].astype(jnp.float32)
-                total += jnp.dot(self.weights(at, start).astype(jnp.float32), x.T)
-            self.release(first + index)
-            return total
-
-        return jax.lax.fori_loop(0, self.item_slots, add, self.zeros())
-
-    def pipelined_sums(self, first, accumulator):
-        """Returns the sums of an item's slots from ``first`` on; a piece is widened while products of others run."""
-        count = math.gcd(self.item_slots, self.tiles.unrolled)
-
-        @pl.loop(0, self.item_slots // count)
-        def _(step):
-            for index in range(count):
-                slot = first + step * count + index
-                at = self.place_in_ring(slot)
-                self.plgpu.barrier_wait(self.arrived.at[at])
-                self.plgpu.wgmma(accumulator, self.weights(at, 0), self.x_piece(at, 0, 0, PIECE).T)
-                if index:
-                    self.plgpu.wgmma_wait(1)  # for all products of the slot before
-                    self.release(slot - 1)
-                self.plgpu.wgmma(accumulator, self.weights(at, PIECE), self.x_piece(at, 0, PIECE, PIECE).T)
-            self.plgpu.wgmma_wait(0)
-            self.release(first + step * count + count - 1)
-
-        return accumulator[...]
+        self.join(self.group_total(origin, item), item, functools.partial(self.store, origin))
 
     def group_total(self, origin, item):
         """Returns the sums of a work item [64, height] of weights with scales for groups of columns."""
@@ -346,7 +311,8 @@ def memory_of(
     loads: int,
     *,
     is_tiled: bool = False,
-) -> list[Any]:
+    stored: tuple[int, jnp.dtype] | None = None,
+) -> tuple[list[Any], list[Any], list[Any]]:
     """Returns the shared memory of a CTA, which `PackedCta` takes.
 
     Args:
@@ -357,20 +323,27 @@ def memory_of(
         weights: shape of the bytes of all slots.
         loads: number of copies that load a slot.
         is_tiled: whether the weights are tiled as `byte_registers.widened` has them.
+        stored: channels of a warpgroup whose results go through shared memory, and their dtype; None: none do.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    swizzled = plgpu.TilingTransform((8, piece)), plgpu.SwizzleTransform(piece * dtype.itemsize)
-    memory = [
-        plgpu.SMEM((tiles.stages, *x), dtype, transforms=swizzled),
-        plgpu.SMEM(weights, jnp.uint8, transforms=byte_registers.transforms() if is_tiled else ()),
+    def tiled(columns, dtype):
+        return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(columns * dtype.itemsize)
+
+    slots = [
+        plgpu.SMEM((tiles.stages, *x), dtype, transforms=tiled(piece, dtype)),
+        plgpu.SMEM(weights, jnp.uint8, transforms=byte_registers.transforms(tiles.columns) if is_tiled else ()),
         plgpu.Barrier(num_arrivals=loads, num_barriers=tiles.stages),
         plgpu.Barrier(num_arrivals=tiles.groups, num_barriers=tiles.stages),
     ]
+    joining, results = [], []
     if tiles.splits > 1:
-        memory += [
+        joining = [
             plgpu.SMEM((tiles.splits - 1, tiles.channels, HEIGHT, tiles.height), jnp.float32),
             plgpu.Barrier(num_arrivals=tiles.channels * (tiles.splits - 1)),
             plgpu.Barrier(num_arrivals=tiles.channels),
         ]
-    return memory
+    if stored:
+        buffers = tiles.groups, STORE_BUFFERS, STORED_ROWS
+        results = [plgpu.SMEM((*buffers, stored[0]), stored[1], transforms=tiled(*stored))]
+    return slots, joining, results

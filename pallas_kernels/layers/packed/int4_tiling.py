@@ -1,12 +1,13 @@
 """Chooses the tile sizes of the Hopper kernel of packed weights (`int4_kernel`; `packed_cta` defines the terms)."""
 
+import itertools
 import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
 
 from pallas_kernels.layers.hopper import HEIGHT, SHARED_BYTES
-from pallas_kernels.layers.int4 import int4
+from pallas_kernels.layers.packed import int4
 from pallas_kernels.layers.weights import FORMATS, Kind
 
 # Most rows of x in a tile, for which shared memory has room for the sums of four splits, and for which the registers of
@@ -22,10 +23,16 @@ MANY_SHAPES = ((2, 1, 64),)
 DEEP_ROWS = 8  # most rows of x with which registers suffice for two slices at once
 PARTS = (1, 2, 4)  # parts of k
 MOST_STAGES = 12
-UNROLLED = 4  # more needs more registers, less leaves the tensor cores idle more often
 WORTH = 0.9  # more parts of k, or fewer rows of the weight, are worth it if they leave the time below this share
+STORE_BUFFERS, STORED_ROWS = 2, 64  # of a warpgroup with many rows: buffers for results, and rows of x in one
+STORE_BYTES = STORE_BUFFERS * STORED_ROWS * HEIGHT * 2
 SUM_BYTES = 4  # of a float32 sum
 SCALE_BYTES, ZERO_BYTES = 4, 1  # of a scale, and of a zero point
+# Of the kernel of many rows: most rows of x in a tile, and with slots of 128 columns; then, by a model, the time of a
+# work item in that of a row of x and 128 columns: what widening takes beside half of the products, what a slot and an
+# item take longer, and what writing and reading 2**16 values of parts takes.
+MOST_MANY_ROWS, MOST_ROWS_OF_LONG_SLOTS, LEAST_MANY_ROWS = 256, 192, 48
+ROWS_OF_WIDENING, ROWS_OF_SLOT, TIME_OF_ITEM, TIME_OF_PARTS = 80, 8, 600, 3
 COPIED = 16  # fewest bytes of a row that the TMA unit copies
 
 
@@ -41,8 +48,15 @@ class Int4Tiles(NamedTuple):
     has_loader: bool = False  # whether another warpgroup does nothing but load slots, instead of the first
     depth: int = 1  # slices of each split in a slot, which its warpgroups multiply one after the other
     width: int = HEIGHT  # rows of the weight of a warpgroup; less than 64 only with one warpgroup of channels
-    unrolled: int = 1  # slots of a loop iteration if a row has one scale; no product runs at the iteration's end
+    has_many_rows: bool = (
+        False  # whether a slot has half a slice, for tiles of up to 256 rows of a weight of eight bits
+    )
     copies_scales: bool = False  # whether the scales of a tile of experts' weights are copied into shared memory
+
+    @property
+    def columns(self) -> int:
+        """Number of columns of a slice; with more rows of x, shared memory has no room for three long slots."""
+        return int4.BLOCK // 2 if self.has_many_rows and self.height > MOST_ROWS_OF_LONG_SLOTS else int4.BLOCK
 
     @property
     def slices(self) -> int:
@@ -91,6 +105,10 @@ def choose_tiles(
     """
     if gated and parts not in (None, 1):
         raise ValueError(f"parts: expected 1 or None with gate and up, whose sums are joined, got {parts}")
+    if rows > FEW_ROWS and not FORMATS[kind].is_packed:
+        counts = (1,) if gated else PARTS if parts is None else (parts,)
+        if tiles := tiles_of_many_rows(rows, packed, groups, dtype, multiprocessors, counts, halves=1 + gated):
+            return tiles
     out, blocks, size = packed
     value_bytes, halves = FORMATS[kind].value_bytes, 1 + gated
     columns_of_block = int(size / value_bytes)
@@ -125,10 +143,51 @@ def choose_tiles(
                 programs = min(items, multiprocessors)
                 stages = most_stages(height, channels, splits * depth, splits, sum(factors), value_bytes=value_bytes)
                 stages = stages if stages < 4 else 1 << stages.bit_length() - 1  # a power of two needs no division
-                unrolled = UNROLLED if height > few else 1
-                best = Int4Tiles(height, channels, splits, stages, count, programs, has_loader, depth, width, unrolled)
+                best = Int4Tiles(height, channels, splits, stages, count, programs, has_loader, depth, width)
                 least = time
     return best
+
+
+def tiles_of_many_rows(
+    rows: int,
+    packed: tuple[int, ...],
+    groups: int,
+    dtype: jnp.dtype,
+    multiprocessors: int,
+    counts: tuple[int, ...],
+    *,
+    halves: int,
+) -> Int4Tiles | None:
+    """Chooses the sizes of the kernel of many rows, which take the least time by a simple model; None: no support.
+
+    Args:
+        rows, packed, groups, dtype, multiprocessors: as in `choose_tiles`.
+        counts: possible numbers of parts of k.
+        halves: 2 if the weight has gate and up, which are joined, else 1.
+    """
+    (out, blocks, _), channels = packed, 2
+    if dtype not in (jnp.bfloat16, jnp.float16) or out % (channels * HEIGHT) or (groups > 1 and blocks % groups):
+        return None
+    best, least = None, math.inf
+    row_tiles = range(math.ceil(rows / MOST_MANY_ROWS), math.ceil(rows / LEAST_MANY_ROWS) + 1)
+    for number, count in itertools.product(row_tiles, (count for count in counts if blocks % count == 0)):
+        height = math.ceil(rows / number / 16) * 16
+        items = out // (channels * HEIGHT) * count * math.ceil(rows / height)
+        waves, left = divmod(items, multiprocessors)
+        last_height = height / 2 if 2 * left <= multiprocessors else height  # items that are left may be halved
+        time = waves * _time(height, blocks // count) + (left > 0) * _time(last_height, blocks // count)
+        time += (count > 1) * TIME_OF_PARTS * count * rows * out / 2**16
+        if time < least:
+            tiles = Int4Tiles(height, channels, 1, 0, count, multiprocessors, True, has_many_rows=True)
+            room = SHARED_BYTES - channels * STORE_BYTES // halves
+            slot = tiles.columns * (2 * height + channels * HEIGHT)
+            best, least = tiles._replace(stages=min(room // slot, MOST_STAGES)), time
+    return best
+
+
+def _time(height: float, slices: int) -> float:
+    """Returns the time of a work item with many rows, in that of a row of x and 128 columns."""
+    return slices * (max(height, height / 2 + ROWS_OF_WIDENING) + ROWS_OF_SLOT) + TIME_OF_ITEM
 
 
 def copied_groups(groups: int, inner: int, size: int, columns: int) -> int:

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array
 
 from pallas_kernels.layers.hopper import HEIGHT
-from pallas_kernels.layers.int4 import int4
+from pallas_kernels.layers.packed import int4
 
 SLICE = int4.BLOCK  # columns of a slice of k
 WORD = 32  # columns of which a thread has the values in one 32-bit word of each of its rows
@@ -223,6 +223,16 @@ class Mlir:
     def as_pair(self, word, pair):
         """Returns a word as a pair of 16-bit numbers."""
         return self.vector.bitcast(pair, self.vector.broadcast(self.ir.VectorType.get((1,), self.i32), word))
+
+    def as_word(self, pair):
+        """Returns a pair of 16-bit numbers as a word."""
+        return self.vector.extract(self.vector.bitcast(self.ir.VectorType.get((1,), self.i32), pair), [], [0])
+
+    def shared_address(self, ref):
+        """Returns the address of an array in shared memory, as a 32-bit integer."""
+        pointer, shared = self.utils.memref_ptr(ref), self.ir.Type.parse("!llvm.ptr<3>")
+        pointer = pointer if pointer.type == shared else self.llvm.addrspacecast(shared, pointer)
+        return self.llvm.ptrtoint(self.i32, pointer)
 
     def array(self, registers, layout, shape, *, is_signed=None):
         """Returns an array made of a thread's registers."""

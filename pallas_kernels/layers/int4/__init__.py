@@ -1,1 +1,0 @@
-"""The four-bit weights of `int4`, and the Hopper kernel of products with them, of which experts use parts."""
