@@ -6,6 +6,8 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from starlette.types import Scope
+
 from jspec.engine.request.too_long import PromptTooLong, RequestTooLong
 
 ANTHROPIC_TYPES = {  # by status
@@ -59,9 +61,14 @@ class ApiError(Exception):
         return {"error": error}
 
 
-def body_for(path: str, error: ApiError) -> dict[str, Any]:
-    """Return the body of an error in the form of the API that has the route ``path``."""
-    return anthropic_body(error) if path.startswith(ANTHROPIC_PATH) else error.body
+def path_of(scope: Scope) -> str:
+    """Return the path of a request, without that at which another application mounts this one."""
+    return scope["path"].removeprefix(scope.get("root_path", "")) or "/"
+
+
+def body_for(scope: Scope, error: ApiError) -> dict[str, Any]:
+    """Return the body of an error in the form of the API that has the route of a request."""
+    return anthropic_body(error) if path_of(scope).startswith(ANTHROPIC_PATH) else error.body
 
 
 def anthropic_body(error: ApiError) -> dict[str, Any]:
