@@ -30,18 +30,29 @@ SPOKEN = (  # in harmony; <|other|> is a special token of no format, which no an
 FOUND = ("Look:", "Need f.", [("f", '{"x": 1}')])
 
 
-def found_in(server: serving.Running, route: str, **fields: Any) -> tuple[str, str, list[Any]]:
-    """Return content, reasoning and calls of the answer of a route."""
+PATHS = {"chat": "/v1/chat/completions", "responses": "/v1/responses", "messages": "/v1/messages"}
+Found = tuple[str, str, list[Any]]  # content, reasoning and calls of an answer
+
+
+def found_in(server: serving.Running, route: str, **fields: Any) -> Found:
+    """Return what the answer of a route has."""
+    with server.http() as http:
+        return read_whole(route, http.post(PATHS[route], json=body_of(route, fields)).json())
+
+
+def body_of(route: str, fields: dict[str, Any]) -> dict[str, Any]:
     function = TOOLS[0]["function"]
     asked: dict[str, Any] = {"model": serving.NAME, "messages": MESSAGES, "max_tokens": 200, "tools": TOOLS}
     if route == "messages":
         asked["tools"] = [{"name": "f", "input_schema": SCHEMA}]
     elif route == "responses":
         asked = {"model": serving.NAME, "input": MESSAGES, "tools": [{"type": "function", **function}]}
-    with server.http() as http:
-        answer = http.post({"chat": "/v1/chat/completions"}.get(route, f"/v1/{route}"), json=asked | fields).json()
+    return asked | fields
+
+
+def read_whole(route: str, answer: Any) -> Found:
     if route == "chat":
-        message = answer["choices"][0]["message"]
+        message = answer["choices"][-1]["message"]
         calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
         return message["content"] or "", message.get("reasoning_content", ""), calls
     if route == "messages":
@@ -56,7 +67,7 @@ def found_in(server: serving.Running, route: str, **fields: Any) -> tuple[str, s
     return "".join(texts["message"]), "".join(texts["reasoning"]), calls
 
 
-@pytest.mark.parametrize("route", ["chat", "responses", "messages"])
+@pytest.mark.parametrize("route", PATHS)
 def test_markers_that_are_special_tokens_split_the_answer_of_every_route(route: str) -> None:
     engine = tool_serving.special_engine()
     with serving.running(engine) as server, tool_serving.telling(engine, SPOKEN):

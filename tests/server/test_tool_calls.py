@@ -15,17 +15,11 @@ from hypothesis import strategies as st
 from jspec.server.reading import text_reader
 from jspec.server.reading.text_reader import AnswerPart, CallDelta, OutputParser
 from jspec.server.tool_calls.choose import FORMATS
-from tests.support.answers import TOOLS, Joined, auto, check_every_split, joined, parsed, split
+from tests.support.answers import MARKERS, TOOLS, Joined, auto, check_every_split, joined, parsed, scraps_of, split
 
 pytestmark = pytest.mark.once
 
 NAMES = [tool["function"]["name"] for tool in TOOLS]
-MARKERS = {  # of the formats whose text without calls is content
-    "hermes": ["<tool_call>", "</tool_call>"],
-    "llama3_json": ["<|python_tag|>", ";"],
-    "mistral": ["[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"],
-    "pythonic": ["<|python_start|>", "<|python_end|>"],
-}
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-999, 999) | st.sampled_from([0.5, -1e30]) | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
@@ -148,10 +142,7 @@ def without_markup(format_: str, parts: Sequence[AnswerPart], text: str) -> bool
 def scraps(draw: Any) -> tuple[str, str]:
     """Draw a format and a text of scraps of its calls, in any order."""
     format_ = draw(st.sampled_from(sorted(MARKERS)))
-    pieces = [*MARKERS[format_], *(marker[:-2] for marker in MARKERS[format_]), *"{}[](),:=;'\"\\ \nx1-<|"]
-    pieces += ['{"name": "f", ', '"arguments": ', '"parameters": {', '{"x": 1}}', "[f(x=1", "get_", '"name"', "f"]
-    pieces += ["", '{"name": "f", "arguments": {"x": [1, "a"]}}', "[f(x=[1, 'a'])]", "f[ARGS]{"]
-    return format_, "".join(draw(st.lists(st.sampled_from(pieces), max_size=8)))
+    return format_, "".join(draw(st.lists(st.sampled_from(scraps_of(format_)), max_size=8)))
 
 
 @settings(max_examples=600, deadline=None)

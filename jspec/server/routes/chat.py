@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 from jspec.engine.callers.text_generator import TextGenerator
@@ -18,7 +19,7 @@ from jspec.server.ask.values import count_characters
 from jspec.server.http.errors import invalid, refused
 from jspec.server.reading import reasoning
 from jspec.server.reading.logprobs import chat_entries, prompt_entries
-from jspec.server.reading.text_reader import AnswerPart, AnswerSpan, OutputParser
+from jspec.server.reading.text_reader import AnswerPart, OutputParser
 from jspec.server.routes.answers import Answer, finish_reason, stop_reason
 from jspec.server.routes.service import Service
 from jspec.server.tool_calls import forced
@@ -268,14 +269,22 @@ class ChatMessage:
         has_begun: whether a stream has sent its role.
         has_calls, has_broken_call: whether it calls a tool, and whether a call broke off.
         unsent: chunks whose log-probabilities no event has.
-        num_reasoning_tokens: number of tokens of its reasoning.
     """
 
     def __init__(self, parser: OutputParser | None) -> None:
         self._parser = parser
         self.has_begun = self.has_calls = self.has_broken_call = False
         self.unsent: list[Chunk] = []
-        self.num_reasoning_tokens = self._size = 0
+        self._ends = [0]  # numbers of characters before the first token and up to the end of each
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """The number of tokens of its reasoning; some turn out to be reasoning after they came."""
+        count = 0
+        for span in self._parser.reasoning if self._parser else ():
+            end = self._ends[-1] if span.end is None else span.end
+            count += bisect_right(self._ends, end, 1) - bisect_right(self._ends, span.start, 1)
+        return count
 
     def parts(self, chunk: Chunk) -> list[AnswerPart]:
         """Add new output; return its parts."""
@@ -287,12 +296,5 @@ class ChatMessage:
             parts = [*parts, *self._parser.finish()]
         self.has_calls |= any(part.call is not None for part in parts)
         self.has_broken_call = self._parser.has_broken_call
-        self._count_reasoning(chunk, self._parser.reasoning)
+        self._ends += accumulate(map(len, chunk.pieces or ()), initial=self._ends.pop())
         return parts
-
-    def _count_reasoning(self, chunk: Chunk, spans: Sequence[AnswerSpan]) -> None:
-        for piece in chunk.pieces or ():
-            self._size += len(piece)
-            self.num_reasoning_tokens += any(
-                span.start < self._size and (span.end is None or self._size <= span.end) for span in spans
-            )

@@ -20,7 +20,7 @@ FORMATS: dict[str, Callable[[Reader, AnswerCalls], Reading[None]]] = {
     "pythonic": pythonic.read,
     HARMONY: harmony.read,
 }
-PROMPT_END = 16  # tokens of a prompt that tell whether it ends inside reasoning
+PROMPT_END = 64  # tokens of a prompt that tell whether it ends inside reasoning
 MARKERS = (  # texts of the formats that may be special tokens
     *("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
     *(pythonic.START, pythonic.END, *harmony.MARKERS),
