@@ -40,6 +40,9 @@ class Tokenizer(Protocol):
         Args:
             add_special_tokens: whether to include the special tokens that the tokenizer adds; the engine itself never
                 gives this argument.
+
+        Raises:
+            UnicodeEncodeError: the text has half of a surrogate pair.
         """
         ...
 
@@ -150,6 +153,7 @@ class HFTokenizer:
                 )  # fmt: skip
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        text.encode("utf-8")  # raises UnicodeEncodeError, where tokenizers raises a TypeError without the reason
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False))
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -199,7 +203,7 @@ class HFTokenizer:
                 "tokenizer_config.json or a chat_template.jinja): write the prompt as text and use generate"
             )
         text = self._chat_template.render(self._tokenizer, messages, **options)
-        return list(self._tokenizer.encode(text, add_special_tokens=False, verbose=False))
+        return self.encode(text, add_special_tokens=False)
 
     def token_bytes(self) -> list[bytes | None]:
         kind, byte_of = self._vocabulary_kind(), {letter: i for i, letter in enumerate(byte_level_letters())}
