@@ -308,7 +308,10 @@ def load_all(folder: Path) -> None:
     hub.eos_ids(folder)
     if (folder / "generation_config.json").is_file():
         SamplingParams.from_generation_config(folder)
-    load_tokenizer(folder)
+    tokenizer = load_tokenizer(folder)
+    if tokenizer is not None:
+        tokenizer.encode("hello world")
+        tokenizer.token_bytes()
 
 
 def fault_of_error(error: Exception, folder: Path) -> str:

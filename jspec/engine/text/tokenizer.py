@@ -15,7 +15,7 @@ from convert import hub
 from convert.fields import CheckpointError, short
 from jspec.engine.text.chat_template import ChatTemplate
 from jspec.engine.text.token_texts import BLANK, TokenTexts, byte_level_letters, decodes_independently
-from jspec.engine.text.tokenizer_files import REMEDY, TOKENIZER_FILES, named_faults, read_folder
+from jspec.engine.text.tokenizer_files import MAX_VOCAB, REMEDY, TOKENIZER_FILES, named_faults, read_folder
 
 ROUND_TRIPS = ("hello world", "Hello, world! See 42 trees.")  # texts that every tokenizer with their letters keeps
 
@@ -131,6 +131,8 @@ class HFTokenizer:
             if not vocab.keys() - {token.content for token in added.values()}:
                 raise CheckpointError(self._folder, f"expected a vocabulary, got {len(vocab)} special tokens; {REMEDY}")
             self.vocab_size = max(len(self._tokenizer), 1 + max(vocab.values()), 1 + max(added, default=0))
+            if (last := self.vocab_size - 1) >= MAX_VOCAB:  # lists of all tokens would exhaust the memory
+                raise CheckpointError(self._folder, f"expected token ids below {MAX_VOCAB}, got {last}; {REMEDY}")
             self._skips_special_tokens = True
             self.hidden_ids = frozenset(i for i in added if self.decode([i]) == "")
             self.special_texts = {added[i].content: i for i in self.hidden_ids if added[i].content}
