@@ -116,6 +116,28 @@ def test_strict_tool_in_a_format_that_no_grammar_can_force_is_refused() -> None:
         assert raised.value.param == "tools"
 
 
+OBJECT = {"type": "json_schema", "schema": {"type": "object"}}
+FORMATS: dict[str, tuple[str, Any, Any]] = {  # the field of a schema, its value, and a choice that forces calls
+    "chat": ("response_format", {"type": "json_object"}, "required"),
+    "responses": ("text", {"format": {**OBJECT, "name": "x"}}, "required"),
+    "messages": ("output_config", {"format": OBJECT}, {"type": "any"}),
+}
+
+
+@pytest.mark.parametrize("route", FORMATS)
+@pytest.mark.parametrize("other", [{"regex": "a"}, {"grammar": 'start: "a"'}, {"json": {"const": 1}}])
+def test_two_fields_that_each_set_a_grammar_are_named(server: serving.Running, route: str, other: Any) -> None:
+    field, value, forced = FORMATS[route]
+    pairs: list[dict[str, Any]] = [{field: value, "tools": None}, {"tool_choice": forced}]
+    pairs = [{**pair, "structured_outputs": other} for pair in pairs] + [{field: value, "tool_choice": forced}]
+    for pair in pairs:
+        with server.http() as http:
+            message = http.post(PATHS[route], json=body_of(route, pair)).json()["error"]["message"]
+        one, _, rest = message.partition(": expected nothing beside ")
+        two, _, remedy = rest.partition("; ")
+        assert {one, two} <= {*pair} and one != two and remedy == "give one of the two", message
+
+
 @pytest.mark.parametrize("route", STRICT)
 @pytest.mark.parametrize("is_named", [True, False])
 def test_forced_calls_of_a_template_without_tools_work_on_every_route(route: str, is_named: bool) -> None:
