@@ -138,6 +138,18 @@ def test_two_fields_that_each_set_a_grammar_are_named(server: serving.Running, r
         assert {one, two} <= {*pair} and one != two and remedy == "give one of the two", message
 
 
+@pytest.mark.parametrize("route", FORMATS)
+def test_field_that_contradicts_a_grammar_is_named_with_the_grammars_field(server: serving.Running, route: str) -> None:
+    field, value, forced = FORMATS[route]
+    grammars: list[dict[str, Any]] = [{"structured_outputs": {"regex": "a"}, "tools": None}]
+    grammars += [{field: value, "tools": None}, {"tool_choice": forced}, {"tools": [STRICT[route]]}]
+    for asked in grammars:
+        with server.http() as http:
+            body = body_of(route, {**asked, "min_tokens": 2})
+            message = http.post(PATHS[route], json=body).json()["error"]["message"]
+        assert message.startswith(f"min_tokens: expected its default beside {next(iter(asked))}, "), message
+
+
 @pytest.mark.parametrize("route", STRICT)
 @pytest.mark.parametrize("is_named", [True, False])
 def test_forced_calls_of_a_template_without_tools_work_on_every_route(route: str, is_named: bool) -> None:

@@ -21,6 +21,7 @@ ANTHROPIC_TYPES = {  # by status
 }
 ANTHROPIC_PATH = "/v1/messages"  # beginning of the routes of Anthropic's API
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}  # by status; see `kind_of`
+OTHER = re.compile(r"(?<= beside )\w+")  # in an error, the argument that contradicts the one at its start
 INDEX = re.compile(r"\[(\d+)\]")
 FIELD = re.compile(
     r"(?:SamplingParams\.)?([A-Za-z_][\w.-]*)((?:\[\d+\](?:\.[\w.-]+)?)*)(?:: |(?==))"
@@ -104,7 +105,7 @@ def refused(
         known: the fields of the route; empty: any.
         default: the field of an error that begins with no field's name; None: it has no field.
     """
-    message = str(error)
+    message = OTHER.sub(lambda other: names.get(other[0], other[0]), str(error))
     match = FIELD.match(message)
     field = "" if match is None else _renamed(match[1] + match[2], names)
     if match is not None and (not known or re.split(r"[.\[]", field)[0] in known):
