@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -306,6 +307,17 @@ def test_parser_holds_back_blanks_and_beginnings_of_a_marker_alone(format_: str,
 def test_llama_parser_lets_go_of_other_json_once_it_can_be_no_call(text: str) -> None:
     parser = auto("llama3_json")
     assert joined([part for character in text for part in parser.push(character)]).content == text
+
+
+@pytest.mark.parametrize("format_", sorted(FORMATS))
+def test_parser_reads_blanks_without_end_once(format_: str) -> None:
+    """A model may repeat line ends up to its limit; reading all of them again at each token took 12 s."""
+    parser, blanks = auto(format_, reasoning=None if format_ == "harmony" else "think"), "\n" * 16
+    shown, start = joined(parser.push("<think></think>I look.")).content, time.process_time()
+    for _ in range(16_000):
+        assert parser.push(blanks) == []
+    shown += joined([*parser.push("b"), *parser.finish()]).content
+    assert shown.endswith(f"I look.{blanks * 16_000}b") and time.process_time() - start < 3
 
 
 # -- negative controls

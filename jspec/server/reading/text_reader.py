@@ -130,14 +130,17 @@ class Reader:
         Returns:
             False if the text ends without a marker. All of it is passed on then.
         """
+        blanks = 0  # with which the text begins; of a long run only what is new is read
         while True:
             found = [(at, marker) for marker in markers if (at := self.text.find(marker, self._tried)) >= 0]
             start, marker = min(found, default=(-1, ""))
             if start < 0 and self.ended:
                 self.pass_on(len(self.text), is_reasoning=is_reasoning)
                 return False
-            end = min(_size_without(self.text, each) for each in markers) if start < 0 else start
-            end = len(self.text[:end].rstrip(BLANKS))
+            first = min(_size_without(self.text, each) for each in markers) if start < 0 else start
+            size = len(self.text[blanks:first].rstrip(BLANKS))
+            end = blanks + size if size else 0
+            blanks, self._tried = first - end, max(self._tried, first)
             self.pass_on(end, is_reasoning=is_reasoning)
             if start >= 0:
                 self.at, self._tried = start - end + len(marker), start - end + 1
