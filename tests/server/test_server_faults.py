@@ -57,10 +57,14 @@ def test_500_clients_that_leave_at_random_leave_nothing_behind(server: serving.R
 
     async def one(seed: int) -> int:
         await asyncio.sleep(rng.random() * 2)
-        body = {**ASK, "seed": seed, "stream": rng.random() < 0.7, "n": rng.choice((1, 1, 3))}
+        path = rng.choice(("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"))
+        fields, right = ROUTES[path]
+        body = {**right, "temperature": 0.8, "stream": rng.random() < 0.7}
+        body |= {"max_output_tokens" if "input" in right else "max_tokens": 24}
+        body |= {"seed": seed, "n": rng.choice((1, 1, 3))} if "n" in fields else {}
         raw = json.dumps(body).encode()
         sent = raw[: rng.randrange(len(raw))] if rng.random() < 0.2 else raw
-        reader, writer = await serving.post(server.url, "/v1/completions", sent, Content_Length=str(len(raw)))
+        reader, writer = await serving.post(server.url, path, sent, Content_Length=str(len(raw)))
         read = 0
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(rng.random() * 0.3):
