@@ -44,6 +44,8 @@ logger = logging.getLogger("jspec.server")
 def make_app(engine: Engine | Replicas, settings: Settings | None = None) -> Starlette:
     """Make the ASGI application of an engine; its lifespan starts and stops the engine's thread.
 
+    An application that mounts it runs its lifespan: ``app.router.lifespan_context(app)``.
+
     Args:
         engine: the engine or the engines, which the caller closes afterwards.
         settings: the server's options; ``app.state.service`` is what the routes share.
@@ -110,9 +112,9 @@ def _middleware(settings: Settings, counts: Counts, paths: frozenset[str]) -> li
 async def _running(service: Service) -> AsyncIterator[None]:
     """Serve, and compile what the settings ask for, while the application runs."""
     service.calls.start()
+    service.state = WARMING if service.settings.warm else READY
     warming: asyncio.Task[None] | None = None
-    if service.settings.warm:
-        service.state = WARMING
+    if service.state == WARMING:
         warming = asyncio.create_task(_warm(service))
     try:
         yield
@@ -135,15 +137,15 @@ async def _warm(service: Service) -> None:
 
 
 async def _api_error(request: Request, error: ApiError) -> Response:
-    return JSONResponse(body_for(request.url.path, error), error.status, error.headers)
+    return JSONResponse(body_for(request.scope, error), error.status, error.headers)
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
     message = f"{request.method} {request.url.path[:80]}: {error.detail}"
     made = ApiError(error.status_code, message, code=CODES.get(error.status_code), headers=error.headers)
-    return JSONResponse(body_for(request.url.path, made), made.status, made.headers)
+    return JSONResponse(body_for(request.scope, made), made.status, made.headers)
 
 
 async def _bug(request: Request, error: Exception) -> Response:
     made = ApiError(500, "the server failed; see its log", code="internal_error")
-    return JSONResponse(body_for(request.url.path, made), made.status)
+    return JSONResponse(body_for(request.scope, made), made.status)

@@ -29,7 +29,7 @@ from jspec.engine.callers.api import Engine
 from jspec.engine.request.model_sampling import AUTO, model_sampling
 from jspec.server.app import make_app
 from jspec.server.http.body import ClientGone, read_json
-from jspec.server.http.errors import ANTHROPIC_PATH, ApiError, anthropic_body, body_for
+from jspec.server.http.errors import ANTHROPIC_PATH, ApiError, anthropic_body, body_for, path_of
 from jspec.server.http.events import DONE, dumps, event, send_json, while_there
 from jspec.server.http.guards import Guard
 from jspec.server.http.settings import Settings, digest_of, keys_of_environment
@@ -240,14 +240,14 @@ class Ingress:
             ask = await self._read(scope, receive)
             await while_there(receive, self._forward(ask, send))
         except ApiError as error:
-            await send_json(send, body_for(scope["path"], error), error.status, error.headers)
+            await send_json(send, body_for(scope, error), error.status, error.headers)
         except ClientGone:
             pass  # nobody reads an answer
 
     async def _read(self, scope: Scope, receive: Receive) -> PlainRequest:
         """Read a request, with the limits of `jspec serve`."""
         names = ("type", "http_version", "method", "query_string", "headers", "scheme", "client", "server")
-        path = scope["path"].removeprefix(scope.get("root_path", "")) or "/"
+        path = path_of(scope)
         plain = {name: scope[name] for name in names if name in scope} | {"path": path, "raw_path": path.encode()}
         if scope["method"] != "POST":
             return PlainRequest(plain, b"", "")

@@ -35,7 +35,7 @@ def parse(value: Any, *, is_answered: bool = True) -> dict[str, Any]:
     match value:
         case DataError():
             raise value
-        case {"line": int(), "documents": [{"token_ids": list(), "answers": list()}, *_] as documents}:
+        case {"line": int(), "documents": list(documents)} if all(map(_is_document, documents)):
             return {"documents": documents}  # of `jspec.train.regenerate`
         case {"messages": list(messages)}:
             return _conversation("messages", messages, value, "assistant" if is_answered else "user")
@@ -51,6 +51,18 @@ def parse(value: Any, *, is_answered: bool = True) -> dict[str, Any]:
         case _:
             keys = f"the keys {', '.join(map(short, value))}" if isinstance(value, dict) else type(value).__name__
             raise DataError(f"expected one of the shapes, got {cut(keys, 80)}")
+
+
+def _is_document(value: Any) -> bool:
+    """Return whether a value has token ids, and the spans of answers among them."""
+    match value:
+        case {"token_ids": [*ids], "answers": [*spans]} if all(
+            type(token) is int and 0 <= token < 2**31 for token in ids
+        ):
+            ends = [end for span in spans if isinstance(span, list) and len(span) == 2 for end in span]
+            is_sound = len(ends) == 2 * len(spans) and all(type(end) is int and 0 <= end <= len(ids) for end in ends)
+            return is_sound and ends == sorted(ends)
+    return False
 
 
 def _turn(turn: Any, name: str) -> Any:

@@ -68,6 +68,15 @@ def test_tokenizer_folder_without_a_vocabulary_raises(tmp_path: Path, kind: str)
         load_tokenizer(folder)
 
 
+def test_tokenizer_with_an_id_that_no_vocabulary_has_raises(metaspace: Path) -> None:
+    """Lists of all its tokens would exhaust the memory."""
+    written = json.loads((metaspace / "tokenizer.json").read_text())
+    written["model"]["vocab"]["far"] = 2**31
+    (metaspace / "tokenizer.json").write_text(json.dumps(written))
+    with pytest.raises(CheckpointError, match="expected token ids below 1048576, got 2147483648; mend"):
+        load_tokenizer(metaspace)
+
+
 def test_tokenizer_whose_class_loses_blanks_raises(metaspace: Path) -> None:
     assert load_tokenizer(metaspace) is not None
     describe(metaspace, tokenizer_class="GPT2Tokenizer", unk_token="<unk>")

@@ -26,6 +26,7 @@ from jspec.engine.text.tokenizer import load_tokenizer
 from jspec.tools.convert import main
 from tests.support import folders, quantized_folders
 from tests.support.folders import EAGLE, HEAD, TARGET
+from tests.support.tokenizer_folders import CHATML
 
 pytestmark = [
     pytest.mark.once,
@@ -49,7 +50,7 @@ SIZES = ("num_hidden_layers", "num_layers", "vocab_size", "hidden_size", "num_he
 
 
 @pytest.fixture(scope="module")
-def originals(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def originals(tmp_path_factory: pytest.TempPathFactory, golden: Path) -> list[Path]:
     """Write undamaged checkpoints of every kind in every file format, with a tokenizer and a generation_config.json."""
     root = tmp_path_factory.mktemp("originals")
     target = folders.write(root / "target", TARGET, folders.target_tensors())
@@ -65,7 +66,8 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         write_tokenizer(folder)
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2], "do_sample": True, "top_k": 5}))
     written += [convert(folder) for folder in (target, *written[:4], *written[-2:])]
-    return [target, *written, *torch_folders(root)]
+    families = [shutil.copytree(file.parent, root / file.parent.name) for file in golden.glob("families/*/config.json")]
+    return [target, *written, *torch_folders(root), *sorted(families)]
 
 
 def write_wrapped(folder: Path) -> Path:
@@ -86,7 +88,10 @@ def write_tokenizer(folder: Path) -> None:
     made = Tokenizer(models.BPE(vocab, [("h", "e"), ("l", "l")], unk_token="<unk>"))
     made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     made.save(str(folder / "tokenizer.json"))
-    about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "unk_token": "<unk>"}
+    about = {"eos_token": "</s>", "unk_token": "<unk>", "extra_special_tokens": {}, "model_max_length": 64}
+    (folder / "special_tokens_map.json").write_text(json.dumps(about))
+    added = {"1": {"content": "</s>", "special": True, "normalized": False}}
+    about |= {"tokenizer_class": "PreTrainedTokenizerFast", "added_tokens_decoder": added, "chat_template": CHATML}
     (folder / "tokenizer_config.json").write_text(json.dumps(about))
 
 
@@ -303,7 +308,10 @@ def load_all(folder: Path) -> None:
     hub.eos_ids(folder)
     if (folder / "generation_config.json").is_file():
         SamplingParams.from_generation_config(folder)
-    load_tokenizer(folder)
+    tokenizer = load_tokenizer(folder)
+    if tokenizer is not None:
+        tokenizer.encode("hello world")
+        tokenizer.token_bytes()
 
 
 def fault_of_error(error: Exception, folder: Path) -> str:

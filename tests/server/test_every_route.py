@@ -32,18 +32,29 @@ SPOKEN = (  # in harmony; <|other|> is a special token of no format, which no an
 FOUND = ("Look:", "Need f.", [("f", '{"x": 1}')])
 
 
-def found_in(server: serving.Running, route: str, **fields: Any) -> tuple[str, str, list[Any]]:
-    """Return content, reasoning and calls of the answer of a route."""
+PATHS = {"chat": "/v1/chat/completions", "responses": "/v1/responses", "messages": "/v1/messages"}
+Found = tuple[str, str, list[Any]]  # content, reasoning and calls of an answer
+
+
+def found_in(server: serving.Running, route: str, **fields: Any) -> Found:
+    """Return what the answer of a route has."""
+    with server.http() as http:
+        return read_whole(route, http.post(PATHS[route], json=body_of(route, fields)).json())
+
+
+def body_of(route: str, fields: dict[str, Any]) -> dict[str, Any]:
     function = TOOLS[0]["function"]
     asked: dict[str, Any] = {"model": serving.NAME, "messages": MESSAGES, "max_tokens": 200, "tools": TOOLS}
     if route == "messages":
         asked["tools"] = [{"name": "f", "input_schema": SCHEMA}]
     elif route == "responses":
         asked = {"model": serving.NAME, "input": MESSAGES, "tools": [{"type": "function", **function}]}
-    with server.http() as http:
-        answer = http.post({"chat": "/v1/chat/completions"}.get(route, f"/v1/{route}"), json=asked | fields).json()
+    return asked | fields
+
+
+def read_whole(route: str, answer: Any) -> Found:
     if route == "chat":
-        message = answer["choices"][0]["message"]
+        message = answer["choices"][-1]["message"]
         calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
         return message["content"] or "", message.get("reasoning_content", ""), calls
     if route == "messages":
@@ -58,7 +69,7 @@ def found_in(server: serving.Running, route: str, **fields: Any) -> tuple[str, s
     return "".join(texts["message"]), "".join(texts["reasoning"]), calls
 
 
-@pytest.mark.parametrize("route", ["chat", "responses", "messages"])
+@pytest.mark.parametrize("route", PATHS)
 def test_markers_that_are_special_tokens_split_the_answer_of_every_route(route: str) -> None:
     engine = tool_serving.special_engine()
     with serving.running(engine) as server, tool_serving.telling(engine, SPOKEN):
@@ -115,6 +126,40 @@ def test_strict_tool_in_a_format_that_no_grammar_can_force_is_refused() -> None:
         with pytest.raises(openai.BadRequestError, match='set tool_choice to "required"') as raised:
             ask(server.client(), tools=[STRICT["chat"]])
         assert raised.value.param == "tools"
+
+
+OBJECT = {"type": "json_schema", "schema": {"type": "object"}}
+FORMATS: dict[str, tuple[str, Any, Any]] = {  # the field of a schema, its value, and a choice that forces calls
+    "chat": ("response_format", {"type": "json_object"}, "required"),
+    "responses": ("text", {"format": {**OBJECT, "name": "x"}}, "required"),
+    "messages": ("output_config", {"format": OBJECT}, {"type": "any"}),
+}
+
+
+@pytest.mark.parametrize("route", FORMATS)
+@pytest.mark.parametrize("other", [{"regex": "a"}, {"grammar": 'start: "a"'}, {"json": {"const": 1}}])
+def test_two_fields_that_each_set_a_grammar_are_named(server: serving.Running, route: str, other: Any) -> None:
+    field, value, forced = FORMATS[route]
+    pairs: list[dict[str, Any]] = [{field: value, "tools": None}, {"tool_choice": forced}]
+    pairs = [{**pair, "structured_outputs": other} for pair in pairs] + [{field: value, "tool_choice": forced}]
+    for pair in pairs:
+        with server.http() as http:
+            message = http.post(PATHS[route], json=body_of(route, pair)).json()["error"]["message"]
+        one, _, rest = message.partition(": expected nothing beside ")
+        two, _, remedy = rest.partition("; ")
+        assert {one, two} <= {*pair} and one != two and remedy == "give one of the two", message
+
+
+@pytest.mark.parametrize("route", FORMATS)
+def test_field_that_contradicts_a_grammar_is_named_with_the_grammars_field(server: serving.Running, route: str) -> None:
+    field, value, forced = FORMATS[route]
+    grammars: list[dict[str, Any]] = [{"structured_outputs": {"regex": "a"}, "tools": None}]
+    grammars += [{field: value, "tools": None}, {"tool_choice": forced}, {"tools": [STRICT[route]]}]
+    for asked in grammars:
+        with server.http() as http:
+            body = body_of(route, {**asked, "min_tokens": 2})
+            message = http.post(PATHS[route], json=body).json()["error"]["message"]
+        assert message.startswith(f"min_tokens: expected its default beside {next(iter(asked))}, "), message
 
 
 @pytest.mark.parametrize("route", STRICT)

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from jspec.engine.reading import reasoning
 from jspec.engine.reading.reasoning import FORMATS
-from tests.support.answers import Joined, auto, check_every_split, joined, parsed, split
+from jspec.server.tool_calls.choose import FORMATS as CALL_FORMATS
+from tests.support.answers import Joined, auto, check_every_split, joined, parsed, scraps_of, split
 
 pytestmark = pytest.mark.once
 
@@ -130,35 +131,33 @@ def test_messages_of_harmony_that_the_prompt_has_begun_go_on() -> None:
     assert check_every_split(partial(make, prompt=f"{FINAL}It"), " is 3.<|return|>") == Joined(" is 3.")
     for ended in (f"{FINAL}It is 3.<|end|>", "<|message|>It is 3.<|end|>"):
         assert check_every_split(partial(make, prompt=ended), f" add.{FINAL}3") == Joined(" add.3")
+    for header in ("user", "user to=assistant<|channel|>final"):  # of another role, which no answer shows
+        begun = f"<|start|>{header}<|message|>It"
+        assert check_every_split(partial(make, prompt=begun), f" is.<|end|>{FINAL}3") == Joined(" is.3")
     inside = f"<|start|>assistant{ANALYSIS}I"
     assert check_every_split(partial(make, prompt=inside), f" add.<|end|>{FINAL}3") == Joined("3", " add.")
 
 
 # -- any text
 
-PIECES = [*reasoning.FORMATS["think"].markers, "<thi", "</", " \n", "a", CALL]
-SCRAPS = {
-    name: [*PIECES, *format_.markers, *(marker[:-2] for marker in format_.markers)] for name, format_ in FORMATS.items()
-}
-SCRAPS["harmony"] += [FINAL, COMMENTARY, TO_F, "<|end|>", "<|call|>", '{"x": 1}', "assistant", "<|start|>"]
+FORMATS_OF_BOTH = st.tuples(st.sampled_from(sorted(FORMATS)), st.sampled_from(sorted(CALL_FORMATS)))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=600, deadline=None)
 @given(
-    case=st.sampled_from(sorted(FORMATS)).flatmap(
-        lambda name: st.tuples(st.just(name), st.lists(st.sampled_from(SCRAPS[name]), max_size=7))
+    case=FORMATS_OF_BOTH.flatmap(
+        lambda names: st.tuples(st.just(names), st.lists(st.sampled_from(scraps_of(*reversed(names))), max_size=8))
     ),
     is_begun=st.booleans(),
     prefill=st.sampled_from(["", "I"]),
     cuts=st.lists(st.integers(0, 100), max_size=5),
 )
 def test_parser_with_reasoning_gives_the_same_for_any_split(
-    case: tuple[str, list[str]], is_begun: bool, prefill: str, cuts: list[int]
+    case: tuple[tuple[str, str], list[str]], is_begun: bool, prefill: str, cuts: list[int]
 ) -> None:
-    name, text = case
-    opening = FORMATS[name].openings[0] if is_begun else ""
-    prompt = f"<|start|>assistant{opening}" if name == "harmony" else opening
-    make = partial(auto, "harmony" if name == "harmony" else "hermes", reasoning=name, prompt=prompt, prefill=prefill)
+    (name, tools), text = case
+    prompt = f"<|start|>assistant{FORMATS[name].openings[0]}" if is_begun else ""
+    make = partial(auto, tools, reasoning=name, prompt=prompt, prefill=prefill)
     whole = "".join(text)
     assert parsed(make, split(whole, cuts)) == parsed(make, [*whole]) == parsed(make, [whole])
 

@@ -178,13 +178,14 @@ def test_stream_that_fails_ends_with_a_failed_response(server: serving.Running, 
     seen = []
     body = {"ignore_eos": True, "seed": 1}
     for event in ask(client, input="a", max_output_tokens=400, extra_body=body, stream=True):
-        if not seen:
+        if event.type == "response.output_text.delta" and seen[-1].type != event.type:
             error = ApiError(503, "the server ends")
             server.service.calls._loop.call_soon_threadsafe(server.service.calls.fail_all, error)  # type: ignore[union-attr]
         seen.append(event)
     check_types(seen[-1])
     assert seen[0].type == "response.created" and seen[-1].type == "response.failed"
     assert seen[-1].response.error.message == "the server ends"
+    assert [item.status for item in seen[-1].response.output] == ["incomplete"]
 
 
 @pytest.mark.parametrize(

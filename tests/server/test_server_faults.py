@@ -17,30 +17,25 @@ import pytest
 from hypothesis import strategies as st
 
 from jspec.server.ask.fields import CHAT, COMPLETIONS, DETOKENIZE, TOKENIZE
+from jspec.server.routes.anthropic import MESSAGES
+from jspec.server.routes.responses import RESPONSES
 from tests.support import serving
 
 ASK: dict[str, Any] = dict(prompt="Once upon a time", max_tokens=24, temperature=0.8, seed=7)
-ROUTES: dict[str, Any] = {
-    "/v1/completions": COMPLETIONS,
-    "/v1/chat/completions": CHAT,
-    "/tokenize": TOKENIZE,
-    "/detokenize": DETOKENIZE,
+ASKED = [{"role": "user", "content": "a"}]
+ROUTES: dict[str, tuple[Any, dict[str, Any]]] = {  # fields, and a body that is served
+    "/v1/completions": (COMPLETIONS, {"prompt": "Once", "max_tokens": 2}),
+    "/v1/chat/completions": (CHAT, {"messages": ASKED, "max_tokens": 2}),
+    "/v1/responses": (RESPONSES, {"input": ASKED, "max_output_tokens": 2}),
+    "/v1/messages": (MESSAGES, {"messages": ASKED, "max_tokens": 2}),
+    "/v1/messages/count_tokens": (MESSAGES, {"messages": ASKED}),
+    "/tokenize": (TOKENIZE, {"prompt": "a"}),
+    "/detokenize": (DETOKENIZE, {"tokens": [5]}),
 }
-WORDS = ("text", "json_schema", "json_object", "function", "auto", "user", "assistant", "string", "object", "a", "")
-KEYS = (
-    "type",
-    "text",
-    "role",
-    "content",
-    "function",
-    "name",
-    "schema",
-    "json_schema",
-    "regex",
-    "choice",
-    "rounds",
-    "1",
-)
+WORDS = ["text", "json_schema", "json_object", "function", "auto", "user", "assistant", "string", "object", "a", ""]
+WORDS += ["custom", "tool", "tool_use", "any", "input_text", "thinking", "enabled", "message", "function_call"]
+KEYS = ["type", "text", "role", "content", "function", "name", "schema", "json_schema", "regex", "choice", "rounds"]
+KEYS += ["1", "format", "input_schema", "id", "input", "tool_use_id", "thinking", "arguments", "call_id", "output"]
 
 
 @pytest.fixture(scope="module")
@@ -62,10 +57,14 @@ def test_500_clients_that_leave_at_random_leave_nothing_behind(server: serving.R
 
     async def one(seed: int) -> int:
         await asyncio.sleep(rng.random() * 2)
-        body = {**ASK, "seed": seed, "stream": rng.random() < 0.7, "n": rng.choice((1, 1, 3))}
+        path = rng.choice(("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"))
+        fields, right = ROUTES[path]
+        body = {**right, "temperature": 0.8, "stream": rng.random() < 0.7}
+        body |= {"max_output_tokens" if "input" in right else "max_tokens": 24}
+        body |= {"seed": seed, "n": rng.choice((1, 1, 3))} if "n" in fields else {}
         raw = json.dumps(body).encode()
         sent = raw[: rng.randrange(len(raw))] if rng.random() < 0.2 else raw
-        reader, writer = await serving.post(server.url, "/v1/completions", sent, Content_Length=str(len(raw)))
+        reader, writer = await serving.post(server.url, path, sent, Content_Length=str(len(raw)))
         read = 0
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(rng.random() * 0.3):
@@ -130,13 +129,8 @@ VALUES = st.recursive(
 
 def bodies(path: str) -> st.SearchStrategy[dict[str, Any]]:
     """Draw bodies with known fields of a route, a few unknown ones, and values of any kind."""
-    names = st.sampled_from(sorted(ROUTES[path])) | st.text(max_size=8)
-    right = {
-        "/v1/completions": {"prompt": "Once", "max_tokens": 2},
-        "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2},
-        "/tokenize": {"prompt": "a"},
-        "/detokenize": {"tokens": [5]},
-    }[path]
+    fields, right = ROUTES[path]
+    names = st.sampled_from(sorted(fields)) | st.text(max_size=8)
     return st.dictionaries(names, VALUES, max_size=3).map(lambda drawn: {**right, **drawn})
 
 
@@ -146,10 +140,10 @@ def check_answer(http: httpx.Client, path: str, body: dict[str, Any]) -> int:
     assert answer.status_code in (200, 400, 404, 413, 429), (body, answer.text)
     if answer.status_code in (400, 404):
         error = answer.json()["error"]
-        names = [name[:60] for name in (*ROUTES[path], *body)]
-        is_named = error["param"] is not None and any(error["param"].startswith(name) for name in names)
-        is_named = is_named and error["message"].startswith(error["param"])
-        assert is_named or error["code"] == "invalid_json", (body, error)
+        names = tuple(name[:60] for name in (*ROUTES[path][0], *body))
+        field = error["param"] if "param" in error else error["message"]  # Anthropic's errors have no such key
+        is_named = field is not None and field.startswith(names) and error["message"].startswith(field)
+        assert is_named or error["message"].startswith("body: expected JSON"), (body, error)
     return answer.status_code
 
 

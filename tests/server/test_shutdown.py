@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import os
 import signal
@@ -15,14 +16,19 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from starlette.applications import Starlette
+from starlette.routing import Mount
 
 from jspec import Engine, SamplingParams
+from jspec.server.app import make_app
 from jspec.server.http.errors import ApiError
+from jspec.server.http.settings import Settings
 from jspec.server.routes.calls import OpenCalls
 from tests.support import serving
 
 ASK: dict[str, Any] = dict(prompt="Once upon a time", max_tokens=24, temperature=0.8, seed=7)
 PATH = "/v1/completions"
+BODY: dict[str, Any] = dict(messages=[{"role": "user", "content": "Once"}], max_tokens=4)
 
 
 async def submitted(server: serving.Running, count: int) -> None:
@@ -145,6 +151,29 @@ def test_request_that_comes_as_the_engines_thread_ends_gets_503() -> None:
     with pytest.raises(ApiError, match="serves no more") as caught, calls.submitted([request]):
         pass
     assert (caught.value.status, calls.pending, calls._open) == (503, 0, set())
+
+
+def test_mounted_application_serves_once_its_lifespan_runs() -> None:
+    app = make_app(serving.engine(), Settings(names=(serving.NAME,), keys=(hashlib.sha256(b"secret").digest(),)))
+    outer = Starlette(routes=[Mount("/llm", app)])
+
+    async def statuses() -> list[tuple[int, Any]]:
+        transport, found = httpx.ASGITransport(outer), []
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1/llm") as http:
+            for key in ("secret", "wrong"):
+                answer = await http.post("/v1/messages", json=BODY, headers={"x-api-key": key})
+                found.append((answer.status_code, answer.json()["type"]))
+            found.append(((await http.get("/health")).status_code, None))
+            counted = await http.get("/metrics", headers={"x-api-key": "secret"})
+            assert 'handler="/v1/messages"' in counted.text
+        return found
+
+    async def run() -> None:
+        assert await statuses() == [(503, "error"), (401, "error"), (503, None)]
+        async with app.router.lifespan_context(app):
+            assert await statuses() == [(200, "message"), (401, "error"), (200, None)]
+
+    asyncio.run(run())
 
 
 @pytest.mark.slow

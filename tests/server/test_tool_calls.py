@@ -16,21 +16,22 @@ from hypothesis import strategies as st
 from jspec.engine.reading import text_reader
 from jspec.engine.reading.text_reader import AnswerPart, CallDelta, OutputParser
 from jspec.server.tool_calls.choose import FORMATS
-from tests.support.answers import TOOLS, Joined, auto, check_every_split, joined, parsed, split, tool
+from tests.support.answers import (
+    MARKERS,
+    TOOLS,
+    Joined,
+    auto,
+    check_every_split,
+    joined,
+    parsed,
+    scraps_of,
+    split,
+    tool,
+)
 
 pytestmark = pytest.mark.once
 
 NAMES = [tool["function"]["name"] for tool in TOOLS]
-MARKERS = {  # of the formats whose text without calls is content
-    "hermes": ["<tool_call>", "</tool_call>"],
-    "llama3_json": ["<|python_tag|>", ";"],
-    "mistral": ["[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"],
-    "pythonic": ["<|python_start|>", "<|python_end|>"],
-    "glm45": ["<tool_call>", "</tool_call>"],
-    "seed_oss": ["<seed:tool_call>", "</seed:tool_call>", "</parameter>"],
-    "qwen3_coder": ["<tool_call>", "</tool_call>", "</parameter>"],
-    "gemma4": ["<|tool_call>", "<tool_call|>", '<|"|>'],
-}
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-999, 999) | st.sampled_from([0.5, -1e30]) | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
@@ -236,12 +237,7 @@ def without_markup(format_: str, parts: Sequence[AnswerPart], text: str) -> bool
 def scraps(draw: Any) -> tuple[str, str]:
     """Draw a format and a text of scraps of its calls, in any order."""
     format_ = draw(st.sampled_from(sorted(MARKERS)))
-    pieces = [*MARKERS[format_], *(marker[:-2] for marker in MARKERS[format_]), *"{}[](),:=;'\"\\ \nx1-<|"]
-    pieces += ['{"name": "f", ', '"arguments": ', '"parameters": {', '{"x": 1}}', "[f(x=1", "get_", '"name"', "f"]
-    pieces += ["", '{"name": "f", "arguments": {"x": [1, "a"]}}', "[f(x=[1, 'a'])]", "f[ARGS]{"]
-    pieces += ["<function=f>", "<parameter=x>", "</function>", "<arg_key>x</arg_key>", "<arg_value>1</arg_value>"]
-    pieces += ["call:f{", "<tool_call>f<arg_key>", "x:1,", 'x:<|"|>a']
-    return format_, "".join(draw(st.lists(st.sampled_from(pieces), max_size=8)))
+    return format_, "".join(draw(st.lists(st.sampled_from(scraps_of(format_)), max_size=8)))
 
 
 @settings(max_examples=600, deadline=None)
@@ -461,6 +457,17 @@ def test_time_for_a_text_at_once_is_that_for_its_pieces() -> None:
         times.append(time.process_time() - start)
         assert sum(part.call is not None and part.call.id is not None for part in parts) == 8000
     assert times[1] < 3 * times[0] + 0.2
+
+
+@pytest.mark.parametrize("format_", sorted(FORMATS))
+def test_parser_reads_blanks_without_end_once(format_: str) -> None:
+    """A model may repeat line ends up to its limit; reading all of them again at each token took 12 s."""
+    parser, blanks = auto(format_, reasoning=None if format_ == "harmony" else "think"), "\n" * 16
+    shown, start = joined(parser.push("<think></think>I look.")).content, time.process_time()
+    for _ in range(16_000):
+        assert parser.push(blanks) == []
+    shown += joined([*parser.push("b"), *parser.finish()]).content
+    assert shown.endswith(f"I look.{blanks * 16_000}b") and time.process_time() - start < 3
 
 
 # -- negative controls

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from jspec.engine.reading import harmony
+from jspec.engine.reading import reasoning as thinking
 from jspec.engine.reading.text_reader import AnswerPart, OutputParser
 from jspec.server.tool_calls.choose import parser_for
 from jspec.server.tool_calls.tools import read_choice
@@ -18,6 +20,36 @@ def tool(name: str, parameters: Any = None) -> dict[str, Any]:
 
 
 TOOLS = [tool("f"), tool("get_weather"), tool("get_time")]
+MARKERS = {  # of the formats whose text without calls is content
+    "hermes": ["<tool_call>", "</tool_call>"],
+    "llama3_json": ["<|python_tag|>", ";"],
+    "mistral": ["[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"],
+    "pythonic": ["<|python_start|>", "<|python_end|>"],
+    "glm45": ["<tool_call>", "</tool_call>"],
+    "seed_oss": ["<seed:tool_call>", "</seed:tool_call>", "</parameter>"],
+    "qwen3_coder": ["<tool_call>", "</tool_call>", "</parameter>"],
+    "gemma4": ["<|tool_call>", "<tool_call|>", '<|"|>'],
+}
+CALL_SCRAPS = ['{"name": "f", ', '"arguments": ', '"parameters": {', '{"x": 1}}', "[f(x=1", "get_", '"name"', "f"]
+CALL_SCRAPS += [
+    "",
+    '{"name": "f", "arguments": {"x": [1, "a"]}}',
+    "[f(x=[1, 'a'])]",
+    "f[ARGS]{",
+    *"{}[](),:=;'\"\\ \nx1-<|",
+]
+CALL_SCRAPS += ["<function=f>", "<parameter=x>", "</function>", "<arg_key>x</arg_key>", "<arg_value>1</arg_value>"]
+CALL_SCRAPS += ["call:f{", "<tool_call>f<arg_key>", "x:1,", 'x:<|"|>a']
+HARMONY_SCRAPS = ["analysis", "final", "commentary", " to=functions.f", "json", '{"x": 1}', "assistant"]
+
+
+def scraps_of(tools: str, reasoning: str | None = None) -> list[str]:
+    """Return what texts of two formats may be drawn from: markers, whole or not, and pieces of calls."""
+    format_ = thinking.FORMATS.get(reasoning or "")
+    markers = list(format_.markers + (format_.answer or ())) if format_ else []
+    is_harmony = "harmony" in (tools, reasoning)
+    markers += [*MARKERS.get(tools, ()), *(harmony.MARKERS if is_harmony else ())]
+    return [*markers, *(marker[:-2] for marker in markers), *CALL_SCRAPS, *(HARMONY_SCRAPS if is_harmony else ())]
 
 
 @dataclass

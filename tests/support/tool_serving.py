@@ -6,8 +6,9 @@ Its answers are random, so tests that need a certain answer ask for it with a re
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -18,6 +19,7 @@ import pytest
 from jspec import Engine
 from jspec.engine.reading import harmony
 from tests.support import costs, paper_model, serving
+from tests.support.answers import split
 
 TEMPLATE = """{% if tools %}<|im_start|>tools {% for tool in tools %}{{ tool | tojson }}{% endfor %}<|im_end|>
 {% endif %}{% for message in messages %}<|im_start|>{{ message.role }}
@@ -49,13 +51,20 @@ def special_engine(template: str = HARMONY) -> Engine:
 
 
 @contextlib.contextmanager
-def telling(engine: Engine, text: str) -> Iterator[None]:
+def telling(engine: Engine, text: str, cuts: Sequence[int] = ()) -> Iterator[list[int]]:
     """Let every answer of an engine on a device of paper be a text, special tokens included, and then end.
 
-    Where a grammar does not allow the next token, the likeliest allowed one takes its place.
+    Where a grammar does not allow the next token, the likeliest allowed one takes its place. The context's value is the
+    tokens of the answers.
+
+    Args:
+        engine: the engine.
+        text: the answers.
+        cuts: characters at which a token begins in any case, even inside a marker.
     """
     assert engine.tokenizer is not None
-    ids = [*engine.tokenizer.encode(text, add_special_tokens=False), engine.eos_ids[0]]
+    pieces = [engine.tokenizer.encode(piece, add_special_tokens=False) for piece in split(text, cuts)]
+    ids = [*itertools.chain(*pieces), engine.eos_ids[0]]
 
     def told(logits: Any, position: int, piece: Any) -> int:
         token = ids[min(position - int(piece["start"] + piece["count"]), len(ids) - 1)]
@@ -63,7 +72,7 @@ def telling(engine: Engine, text: str) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(paper_model, "sample", told)
-        yield
+        yield ids
 
 
 def saying(text: str) -> dict[str, Any]:

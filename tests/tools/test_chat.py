@@ -14,9 +14,11 @@ import pytest
 
 from jspec import Engine, SamplingParams
 from jspec.__main__ import main
+from jspec.engine.reading.reasoning import FORMATS
 from jspec.engine.request.request import Chunk
 from jspec.engine.text.tokenizer import HFTokenizer
 from jspec.tools import chat, colour, demo, generate
+from tests.server.test_reasoning import WRITTEN
 from tests.support import lettered, tool_serving
 
 pytestmark = pytest.mark.once
@@ -24,6 +26,7 @@ pytestmark = pytest.mark.once
 SPEED = r"\(\d+ tokens, \d+ rounds, mean acceptance length \d\.\d\d, [\d.]+ tokens/s\)"
 GREEDY = SamplingParams(max_tokens=5, temperature=0)
 LONG = SamplingParams(max_tokens=20, temperature=0)
+USER: Any = {"role": "user", "content": "caf\udce9"}
 
 
 class ChatTerminal(io.StringIO):
@@ -117,14 +120,31 @@ def test_chat_ctrl_c_stops_the_answer_and_keeps_its_beginning(engine: Engine, mo
     assert out.getvalue().count(chat.HELP) == 3, "at the start and after each Ctrl-C at the prompt"
 
 
-def test_chat_prints_reasoning_and_keeps_the_answer_without_it() -> None:
-    engine, out = tool_serving.special_engine(), io.StringIO()
-    spoken = "<|channel|>analysis<|message|>User greets.<|end|><|start|>assistant<|channel|>final<|message|>"
-    talk = chat.ChatSession(engine, SamplingParams(max_tokens=80), None, out)
-    with tool_serving.telling(engine, f"{spoken}Hello!"):
+FINAL = "<|start|>assistant<|channel|>final<|message|>"
+ANSWERS = [*WRITTEN, ("harmony", "", f"<|channel|>analysis<|message|>I add.<|end|>{FINAL}It is 3.")]
+ANSWERS += [("think", "<think>\n", "I add.</think>It is 3."), ("think", "", "It is 3.")]
+
+
+@pytest.mark.parametrize(("name", "prompt", "text"), ANSWERS)
+def test_chat_prints_reasoning_and_keeps_the_answer_without_it(name: str, prompt: str, text: str) -> None:
+    template = f"{{# {FORMATS[name].signs[0]} #}}{{{{ messages[-1].content }}}}{prompt}"
+    engine, out = tool_serving.special_engine(template), io.StringIO()
+    talk = chat.ChatSession(engine, SamplingParams(max_tokens=120), None, out)
+    with tool_serving.telling(engine, text):
         talk.answer("Hi")
-    assert talk.messages[-1] == {"role": "assistant", "content": "Hello!"}
-    assert out.getvalue().startswith(f"{spoken}Hello!\n")
+    assert talk.messages[-1] == {"role": "assistant", "content": "It is 3."}
+    assert out.getvalue().startswith(f"{text}\n")
+
+
+def test_chat_message_that_is_no_text_in_utf8_is_refused_and_not_kept() -> None:
+    """A terminal's byte that is no UTF-8 is half of a surrogate pair in Python."""
+    engine, out = tool_serving.engine(), io.StringIO()
+    talk = chat.ChatSession(engine, GREEDY, None, out)
+    talk.answer("caf\udce9")
+    assert talk.messages == [] and "surrogates not allowed" in out.getvalue()
+    for messages, name in (([USER], "messages"), ([[{**USER, "content": "Hi"}], [USER]], r"messages\[1\]")):
+        with pytest.raises(ValueError, match=f"^{name}: expected texts that UTF-8 can represent"):
+            engine.chat(messages)
 
 
 def test_chat_message_that_is_too_long_is_refused_and_not_kept(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +24,7 @@ from jspec.train.data import read_documents, read_lines
 from jspec.train.material import draft_vocabulary, prepare
 from jspec.train.rows import ALIGN
 from jspec.train.shapes import DataError
+from tests.faults.test_damaged_checkpoints import change_value
 from tests.support import tokenizer_folders
 
 pytestmark = pytest.mark.once
@@ -79,6 +82,15 @@ PROMPT_THINKS = """{% for m in messages %}<|im_start|>{{ m.role }}
 {{ m.content.split('</think>')[-1] }}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 <think>
 {% endif %}"""
+FUNCTION = {"name": "weather", "arguments": '{"city": "Oslo"}'}
+CALL = {"id": "1", "type": "function", "function": FUNCTION}
+FULL: list[dict[str, Any]] = [
+    {"role": "developer", "content": [{"type": "text", "text": "Be"}, {"type": "text", "text": "brief."}]},
+    {"role": "user", "content": "Rain?"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "1", "content": "no"},
+    {"role": "assistant", "content": "Perhaps.", "weight": 0},
+]
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
 
 
@@ -98,18 +110,12 @@ def documents_of(folder: Path, tokenizer: HFTokenizer, *lines: Any) -> list[tupl
 
 def test_fine_tuning_lines_of_openai_are_rendered_as_the_template_renders_its_form(tmp_path: Path) -> None:
     ours, theirs = templated(tmp_path, CALLS)
-    function = {"name": "weather", "arguments": '{"city": "Oslo"}'}
-    call = {"id": "1", "type": "function", "function": function}
     messages: list[dict[str, Any]] = [
-        {"role": "developer", "content": [{"type": "text", "text": "Be"}, {"type": "text", "text": "brief."}]},
-        {"role": "user", "content": "Rain?"},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "1", "content": "no"},
-        {"role": "assistant", "content": "Perhaps.", "weight": 0},
+        *FULL,
         {"role": "user", "content": "So?"},
         {"role": "assistant", "content": "No.", "weight": 1},
     ]
-    calls = [{**call, "function": {**function, "arguments": {"city": "Oslo"}}}]
+    calls = [{**CALL, "function": {**FUNCTION, "arguments": {"city": "Oslo"}}}]
     form = [
         {"role": "system", "content": "Be\nbrief."},
         messages[1],
@@ -171,6 +177,10 @@ def test_conversations_are_messages_with_other_names(tmp_path: Path) -> None:
     assert [line[1:] for line in read(file)] == [("<u>hi\n<a>yes\n<u>and\n<a>no\n", "yes\nno\n")] * 3
 
 
+def regenerated(**fields: Any) -> dict[str, Any]:
+    return {"line": 1, "documents": [{"token_ids": [1, 2, 3], "answers": [[1, 3]], **fields}]}
+
+
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
@@ -194,12 +204,41 @@ def test_conversations_are_messages_with_other_names(tmp_path: Path) -> None:
         ({"messages": [{"content": "x"}]}, "role"),
         ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b!"}]}, "only appends"),
         ({"text": "abcé"}, "below 128"),
+        ({"text": "abc\ud800"}, "surrogates not allowed"),
+        ({"messages": [USER, {**ANSWER, "content": "\ud800"}]}, "surrogates not allowed"),
+        *(
+            (regenerated(token_ids=ids), "expected one of the shapes, .*documents")
+            for ids in (5, [1, None, 3], [2**32])
+        ),
+        *((regenerated(answers=[span]), "expected one of the shapes") for span in (1, [1], [1, 9], [2, 1], [0, 1.5])),
     ],
 )
 def test_bad_lines_are_named_by_number_with_the_reason(tmp_path: Path, line: Any, reason: str) -> None:
     file = write(tmp_path / "d", {"text": "good"}, line, {"text": "good"}, line)
     with pytest.raises(DataError, match=rf"got 2 bad of 4: line 2: .*{reason}.*; line 4: "):
         read(file, vocab=128)
+
+
+FINE_TUNING = {"messages": [*FULL, USER, {**ANSWER, "weight": 1}], "tools": [WEATHER], "parallel_tool_calls": False}
+SHARED = {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}, {"from": "human"}]}
+WHOLE: list[dict[str, Any]] = [FINE_TUNING, FINE_TUNING, SHARED, {"prompt": "a", "completion": "b"}, regenerated()]
+
+
+@pytest.mark.parametrize("count", [300, pytest.param(20_000, marks=pytest.mark.fuzz)])
+def test_damaged_line_is_read_or_refused_in_few_words(tmp_path: Path, count: int) -> None:
+    tokenizer, _ = templated(tmp_path, CALLS)
+    counts, longest = Counter[str](), 0
+    for case in range(count):
+        draw = random.Random(case)
+        line = json.loads(json.dumps(draw.choice(WHOLE)))
+        change_value(line, draw)
+        try:
+            counts["read"] += len(list(read_documents(write(tmp_path / "d", line), tokenizer, tokenizer.vocab_size)))
+        except DataError as error:
+            counts["refused"] += 1
+            longest = max(longest, len(str(error)))
+    assert longest < 700
+    assert min(counts["read"], counts["refused"]) > count / 10
 
 
 def test_columns_of_other_shapes_that_are_null_are_ignored(tmp_path: Path) -> None:

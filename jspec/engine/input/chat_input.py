@@ -253,6 +253,8 @@ def format_conversations(tokenizer: Tokenizer | None, messages: Any, fields: Map
 def _format(tokenizer: Tokenizer, conversation: Any, options: Mapping[str, Any], name: str) -> list[int]:
     try:
         return tokenizer.chat(conversation, **options)
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name}: expected texts that UTF-8 can represent, got an error: {error}") from None
     except (TypeError, ValueError, NotImplementedError) as error:
         if name == "messages" or not str(error).startswith("messages"):
             raise

@@ -143,10 +143,9 @@ class InputProcessor:
             )
         check_characters(name, len(text), self.config.max_len)
         try:
-            text.encode("utf-8")
+            return self.tokenizer.encode(text)
         except UnicodeEncodeError as error:
             raise ValueError(f"{name}: expected a text that UTF-8 can represent, got an error: {error}") from None
-        return self.tokenizer.encode(text)
 
     def _text_decoder(self, prompt: tuple[int, ...], params: SamplingParams, stop_ids: tuple[int, ...]) -> TextDecoder:
         context: Sequence[int] = prompt

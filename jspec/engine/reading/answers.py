@@ -15,7 +15,7 @@ from jspec.engine.request.request import Chunk, Completion
 from jspec.engine.request.sampling_params import GRAMMARS, SamplingParams
 from jspec.engine.text.tokenizer import Tokenizer
 
-PROMPT_END = 16  # tokens of a prompt that tell whether it ends inside reasoning
+PROMPT_END = 64  # tokens of a prompt that tell whether it ends inside reasoning
 MARKERS = (  # texts of the formats that may be special tokens
     *(marker for format_ in reasoning.FORMATS.values() for marker in ("<|channel>", *format_.markers)),
     *harmony.MARKERS,

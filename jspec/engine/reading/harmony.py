@@ -43,7 +43,8 @@ def read(reader: Reader, calls: AnswerCalls, prompt: str = "") -> Reading[None]:
         is_reasoning = header is not None and header.channel == ANALYSIS
         if header is None:
             is_cut = reader.at == len(reader.text) and reader.text.startswith((START, CHANNEL))
-            reader.at = reader.at if is_cut else 0  # what is cut off in a header has no text
+            # The prompt's header, of another role, is no content; what is cut off in a header has no text.
+            reader.at = len(begun) if goes_on else reader.at if is_cut else 0
             reader.commit()
         elif header.recipient.startswith(TOOLS):
             yield from _read_call(reader, calls, seen, header.recipient.removeprefix(TOOLS))

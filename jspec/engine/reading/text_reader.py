@@ -131,12 +131,15 @@ class Reader:
         Returns:
             False if the text ends without a marker. All of it is passed on then.
         """
+        blanks = 0  # with which the text begins; of a long run only what is new is read
         while True:
             start, marker = self.find(*markers, start=self._tried)
             if not marker and self.ended:
                 self.pass_on(start, is_reasoning=is_reasoning)
                 return False
-            end = len(self.text[:start].rstrip(BLANKS))
+            size = len(self.text[blanks:start].rstrip(BLANKS))
+            end = blanks + size if size else 0
+            blanks, self._tried = start - end, max(self._tried, start)
             self.pass_on(end, is_reasoning=is_reasoning)
             if marker:
                 self.at, self._tried = start - end + len(marker), start - end + 1

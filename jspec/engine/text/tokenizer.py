@@ -15,7 +15,7 @@ from convert import hub
 from convert.fields import CheckpointError, short
 from jspec.engine.text.chat_template import ChatTemplate
 from jspec.engine.text.token_texts import BLANK, TokenTexts, byte_level_letters, decodes_independently
-from jspec.engine.text.tokenizer_files import REMEDY, TOKENIZER_FILES, named_faults, read_folder
+from jspec.engine.text.tokenizer_files import MAX_VOCAB, REMEDY, TOKENIZER_FILES, named_faults, read_folder
 
 ROUND_TRIPS = ("hello world", "Hello, world! See 42 trees.")  # texts that every tokenizer with their letters keeps
 
@@ -40,6 +40,9 @@ class Tokenizer(Protocol):
         Args:
             add_special_tokens: whether to include the special tokens that the tokenizer adds; the engine itself never
                 gives this argument.
+
+        Raises:
+            UnicodeEncodeError: the text has half of a surrogate pair.
         """
         ...
 
@@ -128,6 +131,8 @@ class HFTokenizer:
             if not vocab.keys() - {token.content for token in added.values()}:
                 raise CheckpointError(self._folder, f"expected a vocabulary, got {len(vocab)} special tokens; {REMEDY}")
             self.vocab_size = max(len(self._tokenizer), 1 + max(vocab.values()), 1 + max(added, default=0))
+            if (last := self.vocab_size - 1) >= MAX_VOCAB:  # lists of all tokens would exhaust the memory
+                raise CheckpointError(self._folder, f"expected token ids below {MAX_VOCAB}, got {last}; {REMEDY}")
             self._skips_special_tokens = True
             self.hidden_ids = frozenset(i for i in added if self.decode([i]) == "")
             self.special_texts = {added[i].content: i for i in self.hidden_ids if added[i].content}
@@ -150,6 +155,7 @@ class HFTokenizer:
                 )  # fmt: skip
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        text.encode("utf-8")  # raises UnicodeEncodeError, where tokenizers raises a TypeError without the reason
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False))
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -199,7 +205,7 @@ class HFTokenizer:
                 "tokenizer_config.json or a chat_template.jinja): write the prompt as text and use generate"
             )
         text = self._chat_template.render(self._tokenizer, messages, **options)
-        return list(self._tokenizer.encode(text, add_special_tokens=False, verbose=False))
+        return self.encode(text, add_special_tokens=False)
 
     def token_bytes(self) -> list[bytes | None]:
         kind, byte_of = self._vocabulary_kind(), {letter: i for i, letter in enumerate(byte_level_letters())}

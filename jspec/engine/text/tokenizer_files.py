@@ -17,6 +17,7 @@ logger = logging.getLogger(__name__)
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 MISTRAL = ("mistral", "mistral3", "voxtral", "ministral", "pixtral")  # model types that `_repair` looks at
+MAX_VOCAB = 2**20  # more than any vocabulary in use
 MAX_BYTES = 256 * 2**20  # of a tokenizer file; the largest in use have 35 MB
 REMEDY = (
     "mend the folder, pass another one as tokenizer=, or load the model alone for token ids in and out: "

@@ -12,7 +12,7 @@ from typing import Any
 from jspec.core.config import MAX_LOGPROBS
 from jspec.core.foreign_names import FOREIGN_NAMES
 from jspec.core.shorten import short
-from jspec.engine.request.sampling_params import SamplingParams
+from jspec.engine.request.sampling_params import GRAMMARS, SamplingParams
 from jspec.server.ask.messages import messages
 from jspec.server.ask.structured import response_format, structured_outputs
 from jspec.server.ask.values import (
@@ -84,11 +84,12 @@ class Ask:
         """Set fields of `SamplingParams` from a field of the request.
 
         Raises:
-            ApiError: another field gave another value.
+            ApiError: another field gave another value, or another grammar.
         """
         for param, value in values.items():
-            if param in self.params and self.params[param] != value:
-                raise invalid(name, f"expected nothing beside {self.names[param]}; give one of the two")
+            for other in GRAMMARS if param in GRAMMARS else (param,):
+                if other in self.params and (other, self.params[other]) != (param, value):
+                    raise invalid(name, f"expected nothing beside {self.names[other]}; give one of the two")
             self.params[param] = value
             self.names[param] = name
 

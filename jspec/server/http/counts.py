@@ -9,6 +9,7 @@ from collections import Counter
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jspec.server.http.body import ClientGone
+from jspec.server.http.errors import path_of
 
 logger = logging.getLogger("jspec.server")
 POLLED = frozenset(("/health", "/metrics", "/ping", "/stats"))  # routes that programs ask again and again
@@ -62,7 +63,7 @@ class CountRequests:
         except ClientGone:
             pass  # nobody reads an answer
         finally:
-            route = scope["path"] if scope["path"] in self._routes else "other"
+            route = path if (path := path_of(scope)) in self._routes else "other"
             method = scope["method"] if scope["method"] in ("GET", "POST", "OPTIONS", "HEAD") else "other"
             self._counts.add(method, route, status)
             answer = scope.get("jspec.answer")

@@ -6,6 +6,8 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from starlette.types import Scope
+
 from jspec.engine.request.too_long import PromptTooLong, RequestTooLong
 
 ANTHROPIC_TYPES = {  # by status
@@ -19,6 +21,7 @@ ANTHROPIC_TYPES = {  # by status
 }
 ANTHROPIC_PATH = "/v1/messages"  # beginning of the routes of Anthropic's API
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}  # by status; see `kind_of`
+OTHER = re.compile(r"(?<= beside )\w+")  # in an error, the argument that contradicts the one at its start
 INDEX = re.compile(r"\[(\d+)\]")
 FIELD = re.compile(
     r"(?:SamplingParams\.)?([A-Za-z_][\w.$-]*)((?:\[\d+\](?:\.[\w.$-]+)?)*)(?:: |(?==))"
@@ -59,9 +62,14 @@ class ApiError(Exception):
         return {"error": error}
 
 
-def body_for(path: str, error: ApiError) -> dict[str, Any]:
-    """Return the body of an error in the form of the API that has the route ``path``."""
-    return anthropic_body(error) if path.startswith(ANTHROPIC_PATH) else error.body
+def path_of(scope: Scope) -> str:
+    """Return the path of a request, without that at which another application mounts this one."""
+    return scope["path"].removeprefix(scope.get("root_path", "")) or "/"
+
+
+def body_for(scope: Scope, error: ApiError) -> dict[str, Any]:
+    """Return the body of an error in the form of the API that has the route of a request."""
+    return anthropic_body(error) if path_of(scope).startswith(ANTHROPIC_PATH) else error.body
 
 
 def anthropic_body(error: ApiError) -> dict[str, Any]:
@@ -97,7 +105,7 @@ def refused(
         known: the fields of the route; empty: any.
         default: the field of an error that begins with no field's name; None: it has no field.
     """
-    message = str(error)
+    message = OTHER.sub(lambda other: names.get(other[0], other[0]), str(error))
     match = FIELD.match(message)
     field = "" if match is None else _renamed(match[1] + match[2], names)
     if match is not None and (not known or re.split(r"[.\[]", field)[0] in known):

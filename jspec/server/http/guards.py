@@ -5,7 +5,7 @@ from __future__ import annotations
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from jspec.server.http.errors import ApiError, body_for
+from jspec.server.http.errors import ApiError, body_for, path_of
 from jspec.server.http.events import send_json
 from jspec.server.http.settings import Settings
 
@@ -28,7 +28,7 @@ class Guard:
         if error is None:
             await self._app(scope, receive, send)
         else:
-            await send_json(send, body_for(scope["path"], error), error.status, error.headers)
+            await send_json(send, body_for(scope, error), error.status, error.headers)
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         headers = Headers(scope=scope)
@@ -39,7 +39,7 @@ class Guard:
                 "--allowed-host NAME",
                 code="host_not_allowed",
             )
-        if not self._settings.keys or scope["path"] in OPEN:
+        if not self._settings.keys or path_of(scope) in OPEN:
             return None
         kind, _, key = headers.get("authorization", "").partition(" ")
         keys = [key] if kind.lower() == "bearer" else []

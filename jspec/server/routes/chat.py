@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 from jspec.engine.callers.text_generator import TextGenerator
 from jspec.engine.reading import reasoning
 from jspec.engine.reading.answers import may_reason, prompt_text, template_of
 from jspec.engine.reading.calls import call_delta, whole_calls
-from jspec.engine.reading.text_reader import AnswerPart, AnswerSpan, OutputParser
+from jspec.engine.reading.text_reader import AnswerPart, OutputParser
 from jspec.engine.request.request import Chunk, Request
 from jspec.engine.request.sampling_params import GRAMMARS
 from jspec.engine.request.too_long import check_characters
@@ -265,14 +266,22 @@ class ChatMessage:
         has_begun: whether a stream has sent its role.
         has_calls, has_broken_call: whether it calls a tool, and whether a call broke off.
         unsent: chunks whose log-probabilities no event has.
-        num_reasoning_tokens: number of tokens of its reasoning.
     """
 
     def __init__(self, parser: OutputParser | None) -> None:
         self._parser = parser
         self.has_begun = self.has_calls = self.has_broken_call = False
         self.unsent: list[Chunk] = []
-        self.num_reasoning_tokens = self._size = 0
+        self._ends = [0]  # numbers of characters before the first token and up to the end of each
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """The number of tokens of its reasoning; some turn out to be reasoning after they came."""
+        count = 0
+        for span in self._parser.reasoning if self._parser else ():
+            end = self._ends[-1] if span.end is None else span.end
+            count += bisect_right(self._ends, end, 1) - bisect_right(self._ends, span.start, 1)
+        return count
 
     def parts(self, chunk: Chunk) -> list[AnswerPart]:
         """Add new output; return its parts."""
@@ -284,12 +293,5 @@ class ChatMessage:
             parts = [*parts, *self._parser.finish()]
         self.has_calls |= any(part.call is not None for part in parts)
         self.has_broken_call = self._parser.has_broken_call
-        self._count_reasoning(chunk, self._parser.reasoning)
+        self._ends += accumulate(map(len, chunk.pieces or ()), initial=self._ends.pop())
         return parts
-
-    def _count_reasoning(self, chunk: Chunk, spans: Sequence[AnswerSpan]) -> None:
-        for piece in chunk.pieces or ():
-            self._size += len(piece)
-            self.num_reasoning_tokens += any(
-                span.start < self._size and (span.end is None or self._size <= span.end) for span in spans
-            )

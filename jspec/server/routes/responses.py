@@ -71,6 +71,7 @@ class ResponseAnswer(ChatAnswer):
         self._blocks = AnswerBlocks()
         self._num_events = 0
         self._finish_reason: str | None = None
+        self._has_failed = False
 
     # -- the whole answer
 
@@ -132,7 +133,7 @@ class ResponseAnswer(ChatAnswer):
 
     def _item(self, block: AnswerBlock, status: str | None = None) -> dict[str, Any]:
         """Return a block as an item of the output."""
-        is_cut = block is self._blocks.all[-1] and self._finish_reason == "length"
+        is_cut = block is self._blocks.all[-1] and (self._finish_reason == "length" or self._has_failed)
         is_cut |= block.kind == CALL and not is_object(block.text)
         status = status or ("incomplete" if is_cut else "completed")
         if block.kind == CALL:
@@ -159,6 +160,7 @@ class ResponseAnswer(ChatAnswer):
         return self._event(f"response.{self._status}", response=self._response(self._status))
 
     def error_events(self, error: ApiError) -> str:
+        self._has_failed = True
         return self._event("response.failed", response=self._response("failed", error))
 
     def _event(self, kind: str, **data: Any) -> str:

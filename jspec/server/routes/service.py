@@ -25,8 +25,9 @@ T = TypeVar("T")
 QUEUE_PER_SLOT = 5  # completions that may run or wait, for each slot
 GRAMMAR_SECONDS = 5.0  # CPU time to compile one grammar
 TEXT_THREADS = 2  # threads that tokenise and render templates
-WARMING, READY, DRAINING, UNHEALTHY = "warming", "ready", "draining", "unhealthy"
+STARTING, WARMING, READY, DRAINING, UNHEALTHY = "starting", "warming", "ready", "draining", "unhealthy"
 REASONS = {
+    STARTING: "the application has not started; what serves or mounts it must run its lifespan",
     WARMING: "the server compiles its programs; try again",
     DRAINING: "the server ends; try another one",
     UNHEALTHY: "the engine failed and the server ends; try again after its restart",
@@ -43,7 +44,7 @@ class Service:
         settings: the server's options.
 
     Attributes:
-        state: "warming", "ready", "draining" or "unhealthy"; requests are served while it is "ready".
+        state: "starting", "warming", "ready", "draining" or "unhealthy"; requests are served while it is "ready".
         created: when the service was made, in seconds since 1970.
         calls: the open calls.
         texts: texts of single tokens.
@@ -52,7 +53,7 @@ class Service:
 
     def __init__(self, engine: Engine | Replicas, settings: Settings) -> None:
         self.engine, self.settings = engine, settings
-        self.state, self.created = READY, int(time.time())
+        self.state, self.created = STARTING, int(time.time())
         engine.input_processor.limit_grammars(GRAMMAR_SECONDS)
         limit = QUEUE_PER_SLOT * engine.num_slots if settings.max_queue is None else settings.max_queue
         self.calls = OpenCalls(engine, limit)
