@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -214,28 +215,35 @@ def test_request_of_a_client_that_stays_is_not_aborted(server: serving.Running) 
 def test_failed_step_is_an_error_before_the_first_event_and_an_event_after_it(
     server: serving.Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    core, step = serving.engine().core, serving.engine().core.step
-    rounds_left = 0
+    core, step, events = serving.engine().core, serving.engine().core.step, CompletionAnswer.events
+    written, failing = threading.Event(), True
+
+    def tell(answer: CompletionAnswer, outputs: Any) -> str:
+        text = events(answer, outputs)
+        written.set() if text else None
+        return text
 
     def fail(**options: Any) -> bool:
-        nonlocal rounds_left
+        nonlocal failing
         running = serving.engine().scheduler.running
-        if any(request.token_ids for request in running):
-            rounds_left -= 1
-        if running and rounds_left < 0:
-            rounds_left = 10**9  # once
+        if running and failing and (written.is_set() or any(request.token_ids for request in running)):
+            failing = not written.wait(30)  # once
             raise RuntimeError("a broken device")
         return step(**options)
 
     monkeypatch.setattr(core, "step", fail)
+    monkeypatch.setattr(CompletionAnswer, "events", tell)
+    written.set()
     with pytest.raises(openai.InternalServerError, match="a broken device"):
         server.client().completions.create(model=serving.NAME, **ASK)
-    rounds_left = 3
+    written.clear()
+    failing = True
     stream = server.client().completions.create(model=serving.NAME, **ASK, stream=True)
     assert next(stream).choices[0].text
     with pytest.raises(openai.APIError, match="a broken device"):
         list(stream)
-    rounds_left = 3
+    written.clear()
+    failing = True
     *_, error, done = serving.events(post(server, "/v1/completions", {**ASK, "stream": True})[2])
     assert done == "[DONE]"
     assert error["error"]["type"] == "server_error" and error["error"]["code"] == "engine_error"
