@@ -18,7 +18,7 @@ records into the state when there are as many.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -85,6 +85,42 @@ def verify(
     values = _solve(weights * new.rates[..., None], wanted, dtype)
     of_nodes = jnp.where(seen[:, None], between * _product("bhjk,bhik->bhij", keys, queries), 0)
     return found_queries + _product("bhij,bhjv->bhiv", of_nodes, values), Records(new.keys, values, new.decays)
+
+
+class Chunk(NamedTuple):
+    """What is known of some successive tokens before their state is (arXiv:2406.06484).
+
+    Their corrected values are ``values - keys S^T``, and their outputs ``queries S^T`` and ``scores`` times these.
+    """
+
+    values: Float[Array, "batch heads tokens value_dim"]
+    keys: Float[Array, "batch heads tokens key_dim"]
+    queries: Float[Array, "batch heads tokens key_dim"]
+    scores: Float[Array, "batch heads tokens tokens"]
+    records: Records  # whose values are not corrected yet
+
+
+def chunk_of(new: DeltaTokens) -> Chunk:
+    """Compute what some successive tokens have before their state is known, of many sequences at once."""
+    heads, count = new.decays.shape[1:]
+    seen = jnp.tri(count, dtype=bool)[None]
+    keys, queries = (each_head(rows, heads) for rows in (new.keys, new.queries))
+    path, between = jnp.exp(jnp.cumsum(new.decays, axis=-1))[..., None], jnp.exp(_between(new.decays, seen))
+    is_before = seen & ~jnp.eye(count, dtype=bool)
+    weights = jnp.where(is_before[:, None], between * _product("bhjk,bhik->bhij", keys, keys), 0)
+    both = jnp.concatenate([new.values.astype(jnp.float32), path * keys], axis=-1) * new.rates[..., None]
+    solved = _solve(weights * new.rates[..., None], both, jnp.float32)
+    values, corrections = jnp.split(solved, [new.values.shape[-1]], axis=-1)
+    scores = jnp.where(seen[:, None], between * _product("bhjk,bhik->bhij", keys, queries), 0)
+    return Chunk(values, corrections, path * queries, scores, Records(new.keys, new.values, new.decays))
+
+
+def run_chunk(state: States, chunk: Chunk) -> tuple[Float[Array, "batch heads tokens value_dim"], Records]:
+    """Compute the outputs of successive tokens behind a state, and their records, as `verify` does."""
+    values = chunk.values - _product("bhtk,bhvk->bhtv", chunk.keys, state)
+    values = values.astype(chunk.records.values.dtype)
+    outputs = _product("bhtk,bhvk->bhtv", chunk.queries, state) + _product("bhij,bhjv->bhiv", chunk.scores, values)
+    return outputs, chunk.records._replace(values=values)
 
 
 def _solve(

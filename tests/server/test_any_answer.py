@@ -9,8 +9,8 @@ from typing import Any
 import hypothesis
 import pytest
 from hypothesis import strategies as st
-from jspec.engine.reading.reasoning import FORMATS
 
+from jspec.engine.reading.reasoning import FORMATS
 from jspec.server.tool_calls.choose import FORMATS as CALL_FORMATS
 from jspec.server.tool_calls.choose import MARKERS, parser_for
 from jspec.server.tool_calls.tools import read_choice

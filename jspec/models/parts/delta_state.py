@@ -20,7 +20,7 @@ from jspec.core.records import AcceptedPath, LayerState, PromptBatch, SlotView, 
 from jspec.models.parts.conv_state import ConvState
 from jspec.models.parts.kv_pool import PoolShape
 from jspec.models.parts.slot_rows import ancestor_mask, is_token, move_slot_rows
-from pallas_kernels.recurrent.gated_delta import fold, verify
+from pallas_kernels.recurrent.gated_delta import chunk_of, fold, run_chunk, verify
 from pallas_kernels.recurrent.records import EVERY, DeltaTokens, Records
 
 Outputs = Float[Array, "batch heads tokens value_dim"]
@@ -164,12 +164,17 @@ def _run_prompts(state: DeltaState, new: DeltaTokens, batch: PromptBatch) -> tup
         begin = jnp.where(is_new, 0, advance(kept, state.window(batch.slots, batch.starts)))
     count, blocks = batch.tokens.shape[1], _Blocks.of(new, batch, is_used, whole)
     causal = jnp.tri(blocks.size, dtype=bool)[None]
+    if not batch.deterministic:
+        blocks = blocks._replace(tokens=chunk_of(blocks.tokens))
 
     def run(carry: tuple[Array, Array], block: _Blocks) -> tuple[tuple[Array, Array], Any]:
         current, kept = carry
         current = jnp.where(block.is_first, begin.at[block.piece].get(mode="clip"), current)
-        tokens = DeltaTokens(*(values[None] for values in block.tokens))
-        outputs, records = verify(current[None], None, tokens, causal, deterministic=batch.deterministic)
+        tokens = jax.tree.map(lambda values: values[None], block.tokens)
+        if batch.deterministic:
+            outputs, records = verify(current[None], None, tokens, causal, deterministic=True)
+        else:
+            outputs, records = run_chunk(current[None], tokens)
         is_before = (block.first + jnp.arange(causal.shape[1]) < block.whole)[None]
         until = advance(current[None], records.masked(is_before))  # the state at the last multiple of `EVERY`
         kept = kept.at[jnp.where(block.first < block.whole, block.piece, len(kept))].set(until[0], mode="drop")
@@ -178,7 +183,7 @@ def _run_prompts(state: DeltaState, new: DeltaTokens, batch: PromptBatch) -> tup
 
     start = jnp.zeros(state.state.shape[1:], jnp.float32), kept
     (_, kept), results = jax.lax.scan(run, start, blocks)
-    outputs, records = jax.tree.map(partial(_joined, count=count, size=blocks.size), results)
+    outputs, records = jax.tree.map(partial(_joined, count=count, size=causal.shape[1]), results)
     if batch.slots is None:
         return outputs, state
     return outputs, _kept_of_prompts(state, kept, records, batch, is_used & (batch.positions >= whole[:, None]))
@@ -187,7 +192,7 @@ def _run_prompts(state: DeltaState, new: DeltaTokens, batch: PromptBatch) -> tup
 class _Blocks(NamedTuple):
     """The tokens of a prefill in blocks of at most `BLOCK`, with an axis for the blocks."""
 
-    tokens: DeltaTokens
+    tokens: Any  # `DeltaTokens`, or the `Chunk` made of them
     piece: Int[Array, "blocks"]
     is_first: Array  # whether a block is the first of its piece
     first: Int[Array, "blocks"]  # position of its first token

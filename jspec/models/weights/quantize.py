@@ -31,11 +31,8 @@ FLOAT8_CAPABILITY = (8, 9)  # lowest compute capability of GPUs with float8 prod
 FLOAT8 = {kind for kind, form in FORMATS.items() if form.dtype == "float8_e4m3fn"}  # kinds of the same arrays
 EXPERTS = ("experts_gate_up", "experts_down")
 NAMES = ("qkv", "q_up", "o", "gate_up", "down", *EXPERTS, "fc", "head")  # last parts of names of weights to quantise
-WIDENED = (
-    "k_up",
-    "v_up",
-    "gates",
-)  # those of small weights that a checkpoint may quantise, and that are widened when loaded
+# Those of small weights that a checkpoint may quantise, and that are widened when loaded.
+WIDENED = ("k_up", "v_up", "gates")
 
 BFLOAT16 = jnp.dtype("bfloat16")
 
