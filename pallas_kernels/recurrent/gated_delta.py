@@ -87,7 +87,7 @@ def verify(
     return found_queries + _product("bhij,bhjv->bhiv", of_nodes, values), Records(new.keys, values, new.decays)
 
 
-class Chunk(NamedTuple):
+class DeltaChunk(NamedTuple):
     """What is known of some successive tokens before their state is (arXiv:2406.06484).
 
     Their corrected values are ``values - keys S^T``, and their outputs ``queries S^T`` and ``scores`` times these.
@@ -100,7 +100,7 @@ class Chunk(NamedTuple):
     records: Records  # whose values are not corrected yet
 
 
-def chunk_of(new: DeltaTokens) -> Chunk:
+def chunk_of(new: DeltaTokens) -> DeltaChunk:
     """Compute what some successive tokens have before their state is known, of many sequences at once."""
     heads, count = new.decays.shape[1:]
     seen = jnp.tri(count, dtype=bool)[None]
@@ -112,10 +112,10 @@ def chunk_of(new: DeltaTokens) -> Chunk:
     solved = _solve(weights * new.rates[..., None], both, jnp.float32)
     values, corrections = jnp.split(solved, [new.values.shape[-1]], axis=-1)
     scores = jnp.where(seen[:, None], between * _product("bhjk,bhik->bhij", keys, queries), 0)
-    return Chunk(values, corrections, path * queries, scores, Records(new.keys, new.values, new.decays))
+    return DeltaChunk(values, corrections, path * queries, scores, Records(new.keys, new.values, new.decays))
 
 
-def run_chunk(state: States, chunk: Chunk) -> tuple[Float[Array, "batch heads tokens value_dim"], Records]:
+def run_chunk(state: States, chunk: DeltaChunk) -> tuple[Float[Array, "batch heads tokens value_dim"], Records]:
     """Compute the outputs of successive tokens behind a state, and their records, as `verify` does."""
     values = chunk.values - _product("bhtk,bhvk->bhtv", chunk.keys, state)
     values = values.astype(chunk.records.values.dtype)

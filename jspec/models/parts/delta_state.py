@@ -192,7 +192,7 @@ def _run_prompts(state: DeltaState, new: DeltaTokens, batch: PromptBatch) -> tup
 class _Blocks(NamedTuple):
     """The tokens of a prefill in blocks of at most `BLOCK`, with an axis for the blocks."""
 
-    tokens: Any  # `DeltaTokens`, or the `Chunk` made of them
+    tokens: Any  # `DeltaTokens`, or the `DeltaChunk` made of them
     piece: Int[Array, "blocks"]
     is_first: Array  # whether a block is the first of its piece
     first: Int[Array, "blocks"]  # position of its first token
