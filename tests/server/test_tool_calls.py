@@ -216,6 +216,34 @@ def test_parser_of_calls_in_its_format_finds_names_and_exact_arguments(
     assert parsed(make, [*text]) == expected
 
 
+@pytest.mark.parametrize("format_", MARKUP)
+@pytest.mark.parametrize(
+    ("schema", "written", "value"),
+    [
+        ({"allOf": [{"$ref": "#/$defs/no"}]}, "5", "5"),
+        ({"type": "string", "anyOf": [{"pattern": "a"}, {"minLength": 1}]}, "5", "5"),
+        ({"type": ["number", "null"], "anyOf": [{"type": "integer"}, {"type": "string"}]}, "5", 5),
+        ({"type": "integer"}, "5.5", "5.5"),
+        ({"type": [{}], "enum": [[], "5"]}, "5", "5"),
+        ({"anyOf": [{"$ref": "#/$defs/a"}, {"type": "string"}]}, "5", "5"),
+        ({"type": "array"}, '["</parameter></arg_value>", "\n"]', ["</parameter></arg_value>", "\n"]),
+        ({"type": ["object", "string"]}, '{"a": "</arg_value>\n</parameter>"}', {"a": "</arg_value>\n</parameter>"}),
+        ({"type": ["null", "string"]}, "{} ", "{} "),
+        ({"type": ["array", "string"]}, "[a](b) ", "[a](b) "),
+    ],
+)
+def test_type_of_an_argument_is_what_all_keywords_of_its_schema_allow(
+    format_: str, schema: Any, written: str, value: Any
+) -> None:
+    defs = {"no": {"type": "string"}, "a": {"anyOf": [{"$ref": "#/$defs/a"}] * 2}}
+    tools = [tool("f", {"properties": {"x": schema}, "$defs": defs})]
+    call, argument = (text.replace("~", "") for text in MARKUP[format_])
+    ((_, arguments),) = check_every_split(
+        partial(auto, format_, tools=tools), call.format("f", argument.format("x", written))
+    ).calls
+    assert json.loads(arguments) == {"x": value}
+
+
 # -- any text
 
 
@@ -362,6 +390,7 @@ def test_parser_of_what_only_looks_like_a_call_returns_it_as_content(format_: st
         ("seed_oss", "<seed:tool_call><function=f><parameter=a>True</parameter></function", "", [("f", '{"a": true')]),
         ("seed_oss", "<seed:tool_call><function=f><parameter=a>1</parameter> b", " b", [("f", '{"a": 1')]),
         ("qwen3_coder", "<tool_call><function=f>\n</tool_call>\nb", "\nb", [("f", "{}")]),
+        ("qwen3_coder", "a <tool_call><function=f></function>\nb", "a\nb", [("f", "{}")]),
         ("gemma4", '<|tool_call>call:f{s:<|"|>"\n<|"|>,b:{c:None]}', "]}", [("f", r'{"s": "\"\n", "b": {"c": null')]),
         ("gemma4", "<|tool_call>call:f{s:Paris}<tool_call|>", "s:Paris}<tool_call|>", [("f", "")]),
         ("gemma4", '<|tool_call>call:f{s:<|"|>Par', "", [("f", '{"s": "Par')]),
@@ -461,6 +490,24 @@ def test_time_for_a_text_at_once_is_that_for_its_pieces() -> None:
         times.append(time.process_time() - start)
         assert sum(part.call is not None and part.call.id is not None for part in parts) == 8000
     assert times[1] < 3 * times[0] + 0.2
+
+
+@pytest.mark.parametrize(
+    ("format_", "head", "piece"),
+    [
+        ("qwen3_coder", "<tool_call><function=", "aaaa"),
+        ("glm45", "<tool_call>f<arg_key>", "aaaa"),
+        ("gemma4", "<|tool_call>call:f{x:", "1111"),
+        ("harmony", "<|channel|>", "aaaa"),
+        ("hermes", "a", "  \n\n"),
+    ],
+)
+def test_time_for_a_long_run_of_what_is_held_back_grows_with_its_length(format_: str, head: str, piece: str) -> None:
+    parser, start = auto(format_), time.process_time()
+    parts = [part for text in (head, *[piece] * 20_000) for part in parser.push(text)]
+    found = joined([*parts, *parser.finish()])
+    assert time.process_time() - start < 2  # 3 to 10 if every push looks at all of it
+    assert found.calls or found.content in (head + piece * 20_000, "")
 
 
 # -- negative controls
