@@ -8,11 +8,14 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
+from jspec.core.shorten import short
 from jspec.engine.grammar import json_schema
 from jspec.server.tool_calls import schema_rules
-from jspec.server.tool_calls.markup import MarkedCalls
+from jspec.server.tool_calls.markup import KEY, MarkedCalls
 from jspec.server.tool_calls.schema_rules import SchemaMember
 from jspec.server.tool_calls.tools import ToolChoice
+
+LETTERS = {"KEY": r"[^<>\n]", "FREE": "(?s:.)"}  # characters of names of arguments, as in `markup.KEY`, and of texts
 
 
 def rules(choice: ToolChoice, marker: Callable[[str], str], written: MarkedCalls) -> list[str]:
@@ -39,9 +42,9 @@ class MarkupRules:
         self._tags = "".join(f" SP {marker(tag)}" for tag in written.value[1:]) + f" {line_end}"
         self._lines = [
             f"argument: {marker(written.key)} key{self._tags} value",
-            *self._up_to("key", written.value[0]),
-            *self._up_to("value", written.value_ends[-1]),
-            "FREE: /(?s:.+)/",
+            self._up_to("key", "KEY", written.value[0]),
+            self._up_to("value", "FREE", written.value_ends[-1]),
+            *(f"{name}: /{letters}+/" for name, letters in LETTERS.items()),
             "LINE_END: /\\n/",
         ]
 
@@ -56,19 +59,25 @@ class MarkupRules:
             calls.append(f"{json.dumps(before + name + after)} SP {arguments} {end}")
         return [f"call: {' | '.join(calls)}", *self._lines]
 
-    def _up_to(self, rule: str, tag: str) -> list[str]:
-        """Return the rule of any text and the tag after it."""
+    def _up_to(self, rule: str, letters: str, tag: str) -> str:
+        """Return the rule of a text of some of `LETTERS` and the tag after it."""
         written = self._marker(tag)
         if written.startswith("<["):
-            return [f"{rule}: FREE? {written}"]
+            return f"{rule}: {letters}? {written}"
         pattern = re.escape(tag).replace("/", r"\/")
-        return [f"{rule}[lazy]: /(?s:.*){pattern}/"]
+        return f"{rule}[lazy]: /{LETTERS[letters]}*{pattern}/"
 
     def _members(self, rule: str, schema: Any) -> str:
         """Return the arguments of a tool in the schema's order, each with what follows it."""
         root = schema_rules.checked(schema)
         members = schema_rules.members_of(root, "#")
         for j, member in enumerate(members):
+            if not KEY.fullmatch(member.name):
+                raise ValueError(
+                    f"json_schema: 'properties' at #: expected names without <, > and line ends, got "
+                    f"{short(member.name)}, because this model writes them between tags; rename it, or set tool_choice "
+                    'to "required" or a tool'
+                )
             name = f"{json.dumps(member.name, ensure_ascii=False)} {self._marker(self._written.value[0])}{self._tags}"
             self._lines.append(
                 f"{rule}_{j}: {self._marker(self._written.key)} {name} {self._value(f'{rule}_{j}', member, root)} SP"
