@@ -223,15 +223,18 @@ def run(arguments: argparse.Namespace) -> int:
     with make_engine(arguments, tokenizer) as engine:
         if processes.follows(engine):
             return 0
-        meter, texts = SpeedMeter(engine, params.max_tokens), [""] * params.n
+        meter, texts, thoughts = SpeedMeter(engine, params.max_tokens), [""] * params.n, [""] * params.n
         records: list[list[TokenLogprob]] = [[] for _ in texts]
         for chunk in settled(meter.watch(_chunks(engine, prompt, params))):
             texts[chunk.index] += chunk.text or ""
+            thoughts[chunk.index] += chunk.reasoning or ""
             records[chunk.index] += chunk.logprobs or []
             if params.n == 1:
                 print(chunk.reasoning or "", end="", flush=True, file=sys.stderr)
                 print(chunk.text, end="", flush=True)
-        for number, (completed, scores) in enumerate(zip(texts, records, strict=True), 1):
+        for number, (completed, thought, scores) in enumerate(zip(texts, thoughts, records, strict=True), 1):
+            if params.n > 1 and thought:
+                print(f"--- reasoning of completion {number} of {params.n}\n{thought}", file=sys.stderr)
             print("" if params.n == 1 else f"--- completion {number} of {params.n}\n{completed}")
             if params.logprobs is not None:
                 print(token_table.table(scores, tokenizer))

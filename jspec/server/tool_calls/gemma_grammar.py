@@ -130,8 +130,5 @@ class GemmaValues:
 
     def _key(self, name: str) -> str:
         plain = json.dumps(name, ensure_ascii=False)
-        return (
-            plain
-            if name and name == name.strip() and gemma.KEY.fullmatch(name)
-            else f"{self._quote} {plain} {self._quote}"
-        )
+        is_bare = name != "" and name == name.strip() and gemma.KEY.fullmatch(name)
+        return plain if is_bare else f"{self._quote} {plain} {self._quote}"
