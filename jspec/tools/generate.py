@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -232,14 +232,23 @@ def run(arguments: argparse.Namespace) -> int:
             if params.n == 1:
                 print(chunk.reasoning or "", end="", flush=True, file=sys.stderr)
                 print(chunk.text, end="", flush=True)
-        for number, (completed, thought, scores) in enumerate(zip(texts, thoughts, records, strict=True), 1):
-            if params.n > 1 and thought:
-                print(f"--- reasoning of completion {number} of {params.n}\n{thought}", file=sys.stderr)
-            print("" if params.n == 1 else f"--- completion {number} of {params.n}\n{completed}")
+        for number, scores in enumerate(records):
+            _end_completion(number, texts, thoughts)
             if params.logprobs is not None:
                 print(token_table.table(scores, tokenizer))
         print(meter.line(), file=sys.stderr)
     return 0
+
+
+def _end_completion(number: int, texts: Sequence[str], thoughts: Sequence[str]) -> None:
+    """Print a completion and its reasoning if there are several; a single one was printed as it came."""
+    if len(texts) == 1:
+        print()
+        return
+    name = f"completion {number + 1} of {len(texts)}"
+    if thoughts[number]:
+        print(f"--- reasoning of {name}\n{thoughts[number]}", file=sys.stderr)
+    print(f"--- {name}\n{texts[number]}")
 
 
 def _text(arguments: argparse.Namespace) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 from jspec.engine.grammar import json_schema
 from jspec.engine.reading.calls import AnswerCalls
-from jspec.engine.reading.json_scanner import JsonScanner, escaped, value_text
+from jspec.engine.reading.json_scanner import BLANKS, JsonScanner, escaped, value_text
 from jspec.engine.reading.text_reader import Reader, Reading
 from jspec.server.tool_calls import pythonic
 
@@ -141,7 +141,7 @@ def _stream_value(
         return True
     text = yield from reader.take_until(*written.value_ends)
     if text is None:
-        calls.add(before + _begun(reader.text[reader.at :]))
+        calls.add(before + _begun(reader.text[reader.at :], written))
         return False
     reader.commit()
     calls.add(f"{before}{json_of(text, kinds, takes_python=written.takes_python)}")
@@ -161,11 +161,16 @@ def _read_json(reader: Reader, written: MarkedCalls, kinds: frozenset[str]) -> R
     return None
 
 
-def _begun(text: str) -> str:
-    """Return the JSON of a value that the text's end cuts off, as far as it came."""
+def _begun(text: str, written: MarkedCalls) -> str:
+    """Return the JSON of a value that the text's end cuts off, in the value or in the tag after it, as far as it came.
+
+    What neither begins as JSON nor is JSON before the beginning of a tag is a text.
+    """
     scanner = JsonScanner()
-    scanner.push(text, 0)
-    return json.dumps(text, ensure_ascii=False)[:-1] if scanner.has_failed else escaped(text, scanner.raw)
+    size = scanner.push(text, 0)
+    rest = text[size:].strip(BLANKS)
+    is_json = not scanner.has_failed and any(end.lstrip(BLANKS).startswith(rest) for end in written.value_ends)
+    return escaped(text[:size], scanner.raw) if is_json else json.dumps(text, ensure_ascii=False)[:-1]
 
 
 def json_of(text: str, kinds: frozenset[str], *, takes_python: bool) -> str:
