@@ -236,12 +236,12 @@ def test_type_of_an_argument_is_what_all_keywords_of_its_schema_allow(
     format_: str, schema: Any, written: str, value: Any
 ) -> None:
     defs = {"no": {"type": "string"}, "a": {"anyOf": [{"$ref": "#/$defs/a"}] * 2}}
-    tools = [tool("f", {"properties": {"x": schema}, "$defs": defs})]
     call, argument = (text.replace("~", "") for text in MARKUP[format_])
-    ((_, arguments),) = check_every_split(
-        partial(auto, format_, tools=tools), call.format("f", argument.format("x", written))
-    ).calls
-    assert json.loads(arguments) == {"x": value}
+    text = call.format("f", argument.format("x", written))
+    for parameters in ({"properties": {"x": schema}}, {"properties": {"y": {}}, "additionalProperties": schema}):
+        make = partial(auto, format_, tools=[tool("f", {**parameters, "$defs": defs})])
+        ((_, arguments),) = check_every_split(make, text).calls
+        assert json.loads(arguments) == {"x": value}
 
 
 # -- any text

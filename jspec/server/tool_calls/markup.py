@@ -197,8 +197,9 @@ def _kinds_of_value(text: str) -> frozenset[str]:
 
 def kinds_of(schema: Any, name: str) -> frozenset[str]:
     """Return the types that the argument ``name`` may have by the schema of a tool, which nobody has checked."""
-    properties = schema.get("properties")
-    return _kinds(properties.get(name) if isinstance(properties, Mapping) else None, schema, {}, 0) or KINDS
+    properties, others = schema.get("properties"), schema.get("additionalProperties")
+    part = properties.get(name, others) if isinstance(properties, Mapping) else others
+    return _kinds(part, schema, {}, 0) or KINDS
 
 
 def _kinds(schema: Any, root: Any, by_ref: dict[str, frozenset[str]], levels: int) -> frozenset[str]:
