@@ -414,6 +414,9 @@ def test_grammar_of_gemma_writes_names_as_the_reader_takes_them() -> None:
         ("gemma4", {"properties": {"x": {"items": {"type": "string", "maxLength": 1}}}}, "properties.x.items"),
         ("gemma4", {"properties": {"x": {"type": "array", "minItems": 1}}}, "properties.x.minItems"),
         ("glm45", {"properties": {"a\nb": {"type": "integer"}}}, "properties"),
+        ("seed_oss", {"properties": {"x": {"enum": ["1", 2]}}}, "properties.x.enum"),
+        ("seed_oss", {"properties": {"x": {"enum": ["</parameter>"]}}}, "properties.x.enum"),
+        ("qwen3_coder", {"properties": {"x": {"const": "a\n"}}}, "properties.x.const"),
         ("seed_oss", {"properties": {"a>b": {"type": "integer"}}}, "properties"),
     ],
 )  # fmt: skip

@@ -11,7 +11,7 @@ from typing import Any
 from jspec.core.shorten import short
 from jspec.engine.grammar import json_schema
 from jspec.server.tool_calls import schema_rules
-from jspec.server.tool_calls.markup import KEY, MarkedCalls
+from jspec.server.tool_calls.markup import KEY, MarkedCalls, json_of, kinds_of
 from jspec.server.tool_calls.schema_rules import SchemaMember
 from jspec.server.tool_calls.tools import ToolChoice
 
@@ -99,14 +99,26 @@ class MarkupRules:
         if is_free:
             return "value"
         written = []
-        for number, ((leaf, _), values) in enumerate(zip(leaves, listed, strict=True)):
+        kinds = kinds_of(root, member.name)
+        for number, ((leaf, path), values) in enumerate(zip(leaves, listed, strict=True)):
             if values is None:
                 written.append(f"{rule}_{number}_json")
                 self._lines.append(schema_rules.json_rule(written[-1], leaf, root))
-            else:
-                plain = [value if isinstance(value, str) else json.dumps(value) for value in values]
-                written += [json.dumps(text, ensure_ascii=False) for text in plain]
+                continue
+            plain = [value if isinstance(value, str) else json.dumps(value) for value in values]
+            if not all(self._is_read_as(text, kinds, value) for text, value in zip(plain, values, strict=True)):
+                schema_rules.refuse("enum" if "enum" in leaf else "const", path, "values that would be read as others")
+            written += [json.dumps(text, ensure_ascii=False) for text in plain]
         return f"({' | '.join(written)}) {self._end}"
+
+    def _is_read_as(self, text: str, kinds: frozenset[str], value: Any) -> bool:
+        """Return whether a text between the tags of an argument of some types is read as a value."""
+        ends = self._written.value_ends
+        if ends[-1] in text or (self._written.has_line_end and text != text.strip("\n")):
+            return False
+        if kinds == {"string"}:
+            return text == value
+        return json.loads(json_of(text, kinds, takes_python=self._written.takes_python)) == value
 
 
 def _leaves(schema: Any, root: Any, path: str, levels: int = 0) -> Iterator[tuple[Mapping[str, Any], str]]:
