@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -223,20 +223,32 @@ def run(arguments: argparse.Namespace) -> int:
     with make_engine(arguments, tokenizer) as engine:
         if processes.follows(engine):
             return 0
-        meter, texts = SpeedMeter(engine, params.max_tokens), [""] * params.n
+        meter, texts, thoughts = SpeedMeter(engine, params.max_tokens), [""] * params.n, [""] * params.n
         records: list[list[TokenLogprob]] = [[] for _ in texts]
         for chunk in settled(meter.watch(_chunks(engine, prompt, params))):
             texts[chunk.index] += chunk.text or ""
+            thoughts[chunk.index] += chunk.reasoning or ""
             records[chunk.index] += chunk.logprobs or []
             if params.n == 1:
                 print(chunk.reasoning or "", end="", flush=True, file=sys.stderr)
                 print(chunk.text, end="", flush=True)
-        for number, (completed, scores) in enumerate(zip(texts, records, strict=True), 1):
-            print("" if params.n == 1 else f"--- completion {number} of {params.n}\n{completed}")
+        for number, scores in enumerate(records):
+            _end_completion(number, texts, thoughts)
             if params.logprobs is not None:
                 print(token_table.table(scores, tokenizer))
         print(meter.line(), file=sys.stderr)
     return 0
+
+
+def _end_completion(number: int, texts: Sequence[str], thoughts: Sequence[str]) -> None:
+    """Print a completion and its reasoning if there are several; a single one was printed as it came."""
+    if len(texts) == 1:
+        print()
+        return
+    name = f"completion {number + 1} of {len(texts)}"
+    if thoughts[number]:
+        print(f"--- reasoning of {name}\n{thoughts[number]}", file=sys.stderr)
+    print(f"--- {name}\n{texts[number]}")
 
 
 def _text(arguments: argparse.Namespace) -> str:

@@ -203,7 +203,7 @@ def _conversation(line: dict[str, Any], tokenizer: Tokenizer) -> list[Document]:
             if lost := _lost(message, whole, tokenizer):
                 before = chat(tokenizer, line, index)
                 whole, start = _generated(message, before, whole[start:], tokenizer), len(before)
-                if not whole:
+                if not whole or _lost(message, whole, tokenizer):
                     raise DataError(
                         f"messages: expected an answer that the chat template writes whole, but it leaves out {lost} "
                         f"of message {index + 1}; write its reasoning into the content, between the model's markers, "

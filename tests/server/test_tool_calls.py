@@ -217,6 +217,34 @@ def test_parser_of_calls_in_its_format_finds_names_and_exact_arguments(
     assert parsed(make, [*text]) == expected
 
 
+@pytest.mark.parametrize("format_", MARKUP)
+@pytest.mark.parametrize(
+    ("schema", "written", "value"),
+    [
+        ({"allOf": [{"$ref": "#/$defs/no"}]}, "5", "5"),
+        ({"type": "string", "anyOf": [{"pattern": "a"}, {"minLength": 1}]}, "5", "5"),
+        ({"type": ["number", "null"], "anyOf": [{"type": "integer"}, {"type": "string"}]}, "5", 5),
+        ({"type": "integer"}, "5.5", "5.5"),
+        ({"type": [{}], "enum": [[], "5"]}, "5", "5"),
+        ({"anyOf": [{"$ref": "#/$defs/a"}, {"type": "string"}]}, "5", "5"),
+        ({"type": "array"}, '["</parameter></arg_value>", "\n"]', ["</parameter></arg_value>", "\n"]),
+        ({"type": ["object", "string"]}, '{"a": "</arg_value>\n</parameter>"}', {"a": "</arg_value>\n</parameter>"}),
+        ({"type": ["null", "string"]}, "{} ", "{} "),
+        ({"type": ["array", "string"]}, "[a](b) ", "[a](b) "),
+    ],
+)
+def test_type_of_an_argument_is_what_all_keywords_of_its_schema_allow(
+    format_: str, schema: Any, written: str, value: Any
+) -> None:
+    defs = {"no": {"type": "string"}, "a": {"anyOf": [{"$ref": "#/$defs/a"}] * 2}}
+    call, argument = (text.replace("~", "") for text in MARKUP[format_])
+    text = call.format("f", argument.format("x", written))
+    for parameters in ({"properties": {"x": schema}}, {"properties": {"y": {}}, "additionalProperties": schema}):
+        make = partial(auto, format_, tools=[tool("f", {**parameters, "$defs": defs})])
+        ((_, arguments),) = check_every_split(make, text).calls
+        assert json.loads(arguments) == {"x": value}
+
+
 # -- any text
 
 
@@ -353,11 +381,15 @@ def test_parser_of_what_only_looks_like_a_call_returns_it_as_content(format_: st
         ("glm45", "<tool_call>f<arg_key>s</arg_key>1</tool_call>", "<arg_key>s</arg_key>1</tool_call>", [("f", "")]),
         ("glm45", "<tool_call>f<arg_key>s</arg_key><arg_value>5</arg_value><arg_ke", "", [("f", '{"s": 5')]),
         ("glm45", "<tool_call>f<arg_key>s</arg_key><arg_value>[5", "", [("f", '{"s": [5')]),
+        ("glm45", "<tool_call>f<arg_key>s</arg_key><arg_value>[5] \n</arg_", "", [("f", '{"s": [5]')]),
+        ("glm45", "<tool_call>f<arg_key>s</arg_key><arg_value>5 apples", "", [("f", '{"s": "5 apples')]),
+        ("qwen3_coder", "<tool_call><function=f><parameter=a>\n12\n</para", "", [("f", '{"a": 12')]),
         ("glm45", "<tool_call>f<arg_key>s</arg_key><arg_value>a\n", "", [("f", r'{"s": "a\n')]),
         ("glm45", "<tool_call>f<arg_key>is how\nit begins", "<arg_key>is how\nit begins", [("f", "")]),
         ("seed_oss", "<seed:tool_call><function=f><parameter=a>True</parameter></function", "", [("f", '{"a": true')]),
         ("seed_oss", "<seed:tool_call><function=f><parameter=a>1</parameter> b", " b", [("f", '{"a": 1')]),
         ("qwen3_coder", "<tool_call><function=f>\n</tool_call>\nb", "\nb", [("f", "{}")]),
+        ("qwen3_coder", "a <tool_call><function=f></function>\nb", "a\nb", [("f", "{}")]),
         ("gemma4", '<|tool_call>call:f{s:<|"|>"\n<|"|>,b:{c:None]}', "]}", [("f", r'{"s": "\"\n", "b": {"c": null')]),
         ("gemma4", "<|tool_call>call:f{s:Paris}<tool_call|>", "s:Paris}<tool_call|>", [("f", "")]),
         ("gemma4", '<|tool_call>call:f{s:<|"|>Par', "", [("f", '{"s": "Par')]),
@@ -468,6 +500,23 @@ def test_parser_reads_blanks_without_end_once(format_: str) -> None:
         assert parser.push(blanks) == []
     shown += joined([*parser.push("b"), *parser.finish()]).content
     assert shown.endswith(f"I look.{blanks * 16_000}b") and time.process_time() - start < 3
+
+
+@pytest.mark.parametrize(
+    ("format_", "head", "piece"),
+    [
+        ("qwen3_coder", "<tool_call><function=", "aaaa"),
+        ("glm45", "<tool_call>f<arg_key>", "aaaa"),
+        ("gemma4", "<|tool_call>call:f{x:", "1111"),
+        ("harmony", "<|channel|>", "aaaa"),
+    ],
+)
+def test_time_for_a_long_run_of_what_is_held_back_grows_with_its_length(format_: str, head: str, piece: str) -> None:
+    parser, start = auto(format_), time.process_time()
+    parts = [part for text in (head, *[piece] * 20_000) for part in parser.push(text)]
+    found = joined([*parts, *parser.finish()])
+    assert time.process_time() - start < 2  # 3 to 10 if every push looks at all of it
+    assert found.calls or found.content in (head + piece * 20_000, "")
 
 
 # -- negative controls

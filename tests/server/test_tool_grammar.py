@@ -272,10 +272,14 @@ REFUSED = {
         "<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>3</arg_value>\n</tool_call>",
         "<tool_call>f</tool_call>",
         "<tool_call>h</tool_call>",
+        "<tool_call>g<arg_key>y\n</arg_key><arg_value>3</arg_value></tool_call>",
     ],
     "seed_oss": ["<seed:tool_call><function=f><parameter=y>1</parameter></function></seed:tool_call>"],
     "qwen3_coder": ["<tool_call><function=f><parameter=x>3</parameter></function></tool_call>"],
-    "gemma4": ["<|tool_call>call:f{x:3}<tool_call|>", "<|tool_call>call:f{}<tool_call|>", "<|tool_call>call:h{}"],
+    "gemma4": [
+        *("<|tool_call>call:f{x:3}<tool_call|>", "<|tool_call>call:f{}<tool_call|>", "<|tool_call>call:h{}"),
+        "<|tool_call>call:g{y\nz:3}<tool_call|>",
+    ],
 }
 
 
@@ -385,6 +389,16 @@ def test_grammar_of_strict_tools_follows_schemas_in_values_that_are_no_json(
         assert not allows(lark, write(given), specials), given
 
 
+def test_grammar_of_gemma_writes_names_as_the_reader_takes_them() -> None:
+    schema = {"type": "object", "properties": {" x": {"type": "integer"}}, "required": [" x"]}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}]
+    written = '<|tool_call>call:f{<|"|> x<|"|>:1}<tool_call|>'
+    lark = lark_of("gemma4", {}, tools)
+    assert allows(lark, written, {}) and not allows(lark, written.replace('<|"|>', ""), {})
+    parser = parser_for(None, "gemma4", read_choice(tools, "auto"), None)
+    assert joined([*parser.push(written), *parser.finish()]).calls == [("f", '{" x": 1}')]
+
+
 @pytest.mark.parametrize(
     ("format_", "schema", "place"),
     [
@@ -399,6 +413,11 @@ def test_grammar_of_strict_tools_follows_schemas_in_values_that_are_no_json(
         ("glm45", {"properties": {"x": {"enum": ["ab"], "maxLength": 1}}}, "properties.x.maxLength"),
         ("gemma4", {"properties": {"x": {"items": {"type": "string", "maxLength": 1}}}}, "properties.x.items"),
         ("gemma4", {"properties": {"x": {"type": "array", "minItems": 1}}}, "properties.x.minItems"),
+        ("glm45", {"properties": {"a\nb": {"type": "integer"}}}, "properties"),
+        ("seed_oss", {"properties": {"x": {"enum": ["1", 2]}}}, "properties.x.enum"),
+        ("seed_oss", {"properties": {"x": {"enum": ["</parameter>"]}}}, "properties.x.enum"),
+        ("qwen3_coder", {"properties": {"x": {"const": "a\n"}}}, "properties.x.const"),
+        ("seed_oss", {"properties": {"a>b": {"type": "integer"}}}, "properties"),
     ],
 )  # fmt: skip
 def test_keyword_of_a_strict_tool_that_values_without_json_cannot_follow_is_refused_by_its_place(

@@ -8,6 +8,7 @@ import json
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from jspec.draft.auto import load_drafter
 from jspec.engine.request.request import Chunk
 from jspec.step.executables import Executables
 from jspec.tools import command_line, demo, generate, serve, speed_meter
-from tests.support import engines, lettered, paper
+from tests.support import engines, lettered, paper, tool_serving
 
 pytestmark = pytest.mark.once
 
@@ -160,6 +161,20 @@ def test_generate_command_n_option_prints_every_completion_of_the_engine(
     out = capsys.readouterr().out
     assert out == f"--- completion 1 of 2\n{first.text}\n--- completion 2 of 2\n{second.text}\n"
     assert first.text != second.text, "negative control: two different texts"
+
+
+@pytest.mark.parametrize("count", ["1", "2"])
+def test_generate_command_writes_the_reasoning_of_every_chat_completion_to_stderr(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, count: str
+) -> None:
+    engine = tool_serving.engine()
+    monkeypatch.setattr(generate, "prepare", lambda arguments: engine.tokenizer)
+    monkeypatch.setattr(generate, "make_engine", lambda arguments, tokenizer: nullcontext(engine))
+    with tool_serving.telling(engine, "<think>A thought.</think>The answer."):
+        assert main(["generate", "--target", LETTERED, "--chat", "--n", count, "Hello"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.count("The answer.") == shown.err.count("A thought.") == int(count)
+    assert "A thought." not in shown.out
 
 
 def test_generate_command_grammar_options_constrain_the_output(

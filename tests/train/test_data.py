@@ -164,9 +164,9 @@ def test_reasoning_that_the_template_removes_is_trained_on_as_the_target_writes_
         answer = f"{text.removeprefix('<think>' + chr(10)) if opens else text}<|im_end|>"
         expected.append((prompt + theirs.encode(answer, add_special_tokens=False), answer))
     assert documents_of(tmp_path, ours, {"messages": messages}) == expected
-    broken = [USER, {**ANSWER, "content": "no </think> answer </think>"}]
-    with pytest.raises(DataError, match=r"leaves out content of message 2"):
-        documents_of(tmp_path, ours, {"messages": broken})
+    for wrong in ({"content": "no </think> answer </think>"}, {"content": thought, "reasoning_content": "other"}):
+        with pytest.raises(DataError, match=r"leaves out content of message 2"):
+            documents_of(tmp_path, ours, {"messages": [USER, {**ANSWER, **wrong}]})
 
 
 def test_conversations_are_messages_with_other_names(tmp_path: Path) -> None:

@@ -131,7 +131,7 @@ class Reader:
         Returns:
             False if the text ends without a marker. All of it is passed on then.
         """
-        blanks = 0  # with which the text begins; of a long run only what is new is read
+        blanks = 0  # characters at the beginning of what is held back that are known to be blank
         while True:
             start, marker = self.find(*markers, start=self._tried)
             if not marker and self.ended:
@@ -139,10 +139,11 @@ class Reader:
                 return False
             size = len(self.text[blanks:start].rstrip(BLANKS))
             end = blanks + size if size else 0
-            blanks, self._tried = start - end, max(self._tried, start)
+            self._tried = max(self._tried, start)
             self.pass_on(end, is_reasoning=is_reasoning)
+            blanks = start - end
             if marker:
-                self.at, self._tried = start - end + len(marker), start - end + 1
+                self.at, self._tried = blanks + len(marker), blanks + 1
                 return True
             yield
 
@@ -188,13 +189,14 @@ class Reader:
         return False
 
     def take_run(self, letters: re.Pattern[str]) -> Reading[str]:
-        """Read the characters that a pattern allows, up to the first other one; return them."""
+        """Read the characters that a pattern of any number of them allows, up to the first other one; return them."""
+        start = self.at
         while True:
             match = letters.match(self.text, self.at)
             assert match is not None
-            if match.end() < len(self.text) or self.ended:
-                self.at = match.end()
-                return match.group()
+            self.at = match.end()
+            if self.at < len(self.text) or self.ended:
+                return self.text[start : self.at]
             yield
 
     def take_until(self, *markers: str) -> Reading[str | None]:

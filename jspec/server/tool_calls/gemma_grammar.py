@@ -29,7 +29,7 @@ def rules(choice: ToolChoice, marker: Callable[[str], str]) -> list[str]:
         'any: text | SCALAR | object | "[" SP (any (SP "," SP any)*)? SP "]"',
         'object: "{" SP (member (SP "," SP member)*)? SP "}"',
         'member: (text | KEY) SP ":" SP any',
-        r"KEY: /[^:,{}\[\]\"<]+/",
+        r"KEY: /[^:,{}\[\]\"<\n]+/",
         r"SCALAR: /-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+\-]?[0-9]+)?|true|false|null|None/",
     ]
     calls = []
@@ -130,4 +130,5 @@ class GemmaValues:
 
     def _key(self, name: str) -> str:
         plain = json.dumps(name, ensure_ascii=False)
-        return plain if name and gemma.KEY.fullmatch(name) else f"{self._quote} {plain} {self._quote}"
+        is_bare = name != "" and name == name.strip() and gemma.KEY.fullmatch(name)
+        return plain if is_bare else f"{self._quote} {plain} {self._quote}"

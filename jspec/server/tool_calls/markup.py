@@ -14,7 +14,7 @@ from typing import Any
 
 from jspec.engine.grammar import json_schema
 from jspec.engine.reading.calls import AnswerCalls
-from jspec.engine.reading.json_scanner import JsonScanner, escaped, value_text
+from jspec.engine.reading.json_scanner import BLANKS, JsonScanner, escaped, value_text
 from jspec.engine.reading.text_reader import Reader, Reading
 from jspec.server.tool_calls import pythonic
 
@@ -115,10 +115,12 @@ def _stream_arguments(reader: Reader, calls: AnswerCalls, written: MarkedCalls, 
         before = ", "
         yield from reader.skip_blanks()
     last = written.function[2]
-    has_last = last != "" and (yield from reader.take(last))
+    has_last, end = last != "" and (yield from reader.take(last)), reader.at
     yield from reader.skip_blanks()
-    if not (yield from reader.take(written.end)) and not has_last:
-        return False
+    if not (yield from reader.take(written.end)):
+        reader.at = end
+        if not has_last:
+            return False
     calls.add("}" if before != "{" else "{}")
     reader.commit()
     return True
@@ -132,20 +134,43 @@ def _stream_value(
         reader.commit()
         calls.add(before)
         return (yield from calls.stream_text(*written.value_ends))
+    made = yield from _read_json(reader, written, kinds)
+    if made is not None:
+        reader.commit()
+        calls.add(before + made)
+        return True
     text = yield from reader.take_until(*written.value_ends)
     if text is None:
-        calls.add(before + _begun(reader.text[reader.at :]))
+        calls.add(before + _begun(reader.text[reader.at :], written))
         return False
     reader.commit()
     calls.add(f"{before}{json_of(text, kinds, takes_python=written.takes_python)}")
     return True
 
 
-def _begun(text: str) -> str:
-    """Return the JSON of a value that the text's end cuts off, as far as it came."""
+def _read_json(reader: Reader, written: MarkedCalls, kinds: frozenset[str]) -> Reading[str | None]:
+    """Read an object or a list as JSON, whose texts may have any tag, and the tag after it; None: no such value."""
+    start = reader.at
+    yield from reader.skip_blanks()
+    if BY_LETTER.get(reader.text[reader.at : reader.at + 1]) in kinds & {"object", "array"}:
+        made = yield from reader.json_value()
+        yield from reader.skip_blanks()
+        if made is not None and (yield from reader.take_one(written.value_ends)):
+            return made
+    reader.at = start
+    return None
+
+
+def _begun(text: str, written: MarkedCalls) -> str:
+    """Return the JSON of a value that the text's end cuts off, in the value or in the tag after it, as far as it came.
+
+    What neither begins as JSON nor is JSON before the beginning of a tag is a text.
+    """
     scanner = JsonScanner()
-    scanner.push(text, 0)
-    return json.dumps(text, ensure_ascii=False)[:-1] if scanner.has_failed else escaped(text, scanner.raw)
+    size = scanner.push(text, 0)
+    rest = text[size:].strip(BLANKS)
+    is_json = not scanner.has_failed and any(end.lstrip(BLANKS).startswith(rest) for end in written.value_ends)
+    return escaped(text[:size], scanner.raw) if is_json else json.dumps(text, ensure_ascii=False)[:-1]
 
 
 def json_of(text: str, kinds: frozenset[str], *, takes_python: bool) -> str:
@@ -172,24 +197,50 @@ def _kinds_of_value(text: str) -> frozenset[str]:
 
 def kinds_of(schema: Any, name: str) -> frozenset[str]:
     """Return the types that the argument ``name`` may have by the schema of a tool, which nobody has checked."""
-    properties = schema.get("properties")
-    return _kinds(properties.get(name) if isinstance(properties, Mapping) else None, schema, 0)
+    properties, others = schema.get("properties"), schema.get("additionalProperties")
+    part = properties.get(name, others) if isinstance(properties, Mapping) else others
+    return _kinds(part, schema, {}, 0) or KINDS
 
 
-def _kinds(schema: Any, root: Any, levels: int) -> frozenset[str]:
+def _kinds(schema: Any, root: Any, by_ref: dict[str, frozenset[str]], levels: int) -> frozenset[str]:
+    """Return the types that all keywords of a schema allow.
+
+    Args:
+        root: the schema that references point into.
+        by_ref: the types of the references that were followed; a reference to itself allows no further one.
+        levels: number of schemas around this one.
+    """
     if not isinstance(schema, Mapping) or levels > json_schema.MAX_LEVELS:
         return KINDS
+    kinds = _kinds_beside(schema)
     if isinstance(ref := schema.get("$ref"), str):
-        try:
-            return _kinds(json_schema.at(root, ref), root, levels + 1)
-        except ValueError:  # the schema has no such part, and so says nothing
-            return KINDS
-    for keyword in ("anyOf", "oneOf"):
+        if ref not in by_ref:
+            by_ref[ref] = frozenset()
+            by_ref[ref] = _kinds(_part(root, ref), root, by_ref, levels + 1)
+        kinds &= by_ref[ref]
+    for keyword in ("anyOf", "oneOf", "allOf"):
         if isinstance(parts := schema.get(keyword), list):
-            return frozenset[str]().union(*(_kinds(part, root, levels + 1) for part in parts))
+            each = [_kinds(part, root, by_ref, levels + 1) for part in parts]
+            kinds &= KINDS.intersection(*each) if keyword == "allOf" else frozenset().union(*each)
+    return kinds
+
+
+def _kinds_beside(schema: Mapping[str, Any]) -> frozenset[str]:
+    """Return the types that a schema allows by its type and the values that it lists."""
+    types = schema.get("type")
+    listed = types if isinstance(types, list) else [types]
+    kinds = (
+        frozenset(name for name in KINDS if name in (*listed, *(["integer"] if "number" in listed else ()))) or KINDS
+    )
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if isinstance(values, list):
-        return frozenset(name for value in values for name, has in json_schema.TYPES.items() if has(value))
-    types = schema.get("type")
-    names = [types] if isinstance(types, str) else types if isinstance(types, list) else []
-    return frozenset(name for name in names if name in json_schema.TYPES) or KINDS
+        kinds &= {name for value in values for name, has in json_schema.TYPES.items() if has(value)}
+    return kinds
+
+
+def _part(root: Any, ref: str) -> Any:
+    """Return the part of a schema that a reference points to; None: there is none, which says nothing."""
+    try:
+        return json_schema.at(root, ref)
+    except ValueError:
+        return None

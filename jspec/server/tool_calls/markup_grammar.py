@@ -8,11 +8,14 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
+from jspec.core.shorten import short
 from jspec.engine.grammar import json_schema
 from jspec.server.tool_calls import schema_rules
-from jspec.server.tool_calls.markup import MarkedCalls
+from jspec.server.tool_calls.markup import KEY, MarkedCalls, json_of, kinds_of
 from jspec.server.tool_calls.schema_rules import SchemaMember
 from jspec.server.tool_calls.tools import ToolChoice
+
+LETTERS = {"KEY": r"[^<>\n]", "FREE": "(?s:.)"}  # characters of names of arguments, as in `markup.KEY`, and of texts
 
 
 def rules(choice: ToolChoice, marker: Callable[[str], str], written: MarkedCalls) -> list[str]:
@@ -39,9 +42,9 @@ class MarkupRules:
         self._tags = "".join(f" SP {marker(tag)}" for tag in written.value[1:]) + f" {line_end}"
         self._lines = [
             f"argument: {marker(written.key)} key{self._tags} value",
-            *self._up_to("key", written.value[0]),
-            *self._up_to("value", written.value_ends[-1]),
-            "FREE: /(?s:.+)/",
+            self._up_to("key", "KEY", written.value[0]),
+            self._up_to("value", "FREE", written.value_ends[-1]),
+            *(f"{name}: /{letters}+/" for name, letters in LETTERS.items()),
             "LINE_END: /\\n/",
         ]
 
@@ -56,19 +59,25 @@ class MarkupRules:
             calls.append(f"{json.dumps(before + name + after)} SP {arguments} {end}")
         return [f"call: {' | '.join(calls)}", *self._lines]
 
-    def _up_to(self, rule: str, tag: str) -> list[str]:
-        """Return the rule of any text and the tag after it."""
+    def _up_to(self, rule: str, letters: str, tag: str) -> str:
+        """Return the rule of a text of some of `LETTERS` and the tag after it."""
         written = self._marker(tag)
         if written.startswith("<["):
-            return [f"{rule}: FREE? {written}"]
+            return f"{rule}: {letters}? {written}"
         pattern = re.escape(tag).replace("/", r"\/")
-        return [f"{rule}[lazy]: /(?s:.*){pattern}/"]
+        return f"{rule}[lazy]: /{LETTERS[letters]}*{pattern}/"
 
     def _members(self, rule: str, schema: Any) -> str:
         """Return the arguments of a tool in the schema's order, each with what follows it."""
         root = schema_rules.checked(schema)
         members = schema_rules.members_of(root, "#")
         for j, member in enumerate(members):
+            if not KEY.fullmatch(member.name):
+                raise ValueError(
+                    f"json_schema: 'properties' at #: expected names without <, > and line ends, got "
+                    f"{short(member.name)}, because this model writes them between tags; rename it, or set tool_choice "
+                    'to "required" or a tool'
+                )
             name = f"{json.dumps(member.name, ensure_ascii=False)} {self._marker(self._written.value[0])}{self._tags}"
             self._lines.append(
                 f"{rule}_{j}: {self._marker(self._written.key)} {name} {self._value(f'{rule}_{j}', member, root)} SP"
@@ -90,14 +99,26 @@ class MarkupRules:
         if is_free:
             return "value"
         written = []
-        for number, ((leaf, _), values) in enumerate(zip(leaves, listed, strict=True)):
+        kinds = kinds_of(root, member.name)
+        for number, ((leaf, path), values) in enumerate(zip(leaves, listed, strict=True)):
             if values is None:
                 written.append(f"{rule}_{number}_json")
                 self._lines.append(schema_rules.json_rule(written[-1], leaf, root))
-            else:
-                plain = [value if isinstance(value, str) else json.dumps(value) for value in values]
-                written += [json.dumps(text, ensure_ascii=False) for text in plain]
+                continue
+            plain = [value if isinstance(value, str) else json.dumps(value) for value in values]
+            if not all(self._is_read_as(text, kinds, value) for text, value in zip(plain, values, strict=True)):
+                schema_rules.refuse("enum" if "enum" in leaf else "const", path, "values that would be read as others")
+            written += [json.dumps(text, ensure_ascii=False) for text in plain]
         return f"({' | '.join(written)}) {self._end}"
+
+    def _is_read_as(self, text: str, kinds: frozenset[str], value: Any) -> bool:
+        """Return whether a text between the tags of an argument of some types is read as a value."""
+        ends = self._written.value_ends
+        if ends[-1] in text or (self._written.has_line_end and text != text.strip("\n")):
+            return False
+        if kinds == {"string"}:
+            return text == value
+        return json.loads(json_of(text, kinds, takes_python=self._written.takes_python)) == value
 
 
 def _leaves(schema: Any, root: Any, path: str, levels: int = 0) -> Iterator[tuple[Mapping[str, Any], str]]:
