@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
-from jspec import Engine, SamplingParams, Suffix
+from jspec import DraftModel, Engine, SamplingParams, Suffix, Tree
 from jspec.engine.schedule.sizes import RoundSize
 from jspec.models.decoder import Model
+from jspec.models.mixers.gated_delta import GatedDelta
 from jspec.models.parts.delta_state import DeltaState
+from jspec.models.weights.params import model_params, random_weights
 from tests.support import engines, tiny
 from tests.support.recordings import recording
 
@@ -131,3 +135,49 @@ def test_deterministic_log_probabilities_have_the_same_bits_with_any_draft_and_p
         of_prompts = [[record.logprob for record in one.prompt_logprobs[-64:]] for one in done]
     assert scores[0] == scores[1]
     np.testing.assert_array_equal(np.array(of_prompts), np.array(scores[0]))
+
+
+def test_a_request_that_was_stopped_early_or_failed_leaves_no_wrong_state(hybrid: Recorded) -> None:
+    """A stream is closed while rounds are in flight, and a step fails with copies of states to make."""
+    target, prompts, expected = hybrid
+    text, answer = prompts[2], expected[2]
+    with engines.make(target, drafter=TREE, **OPTIONS) as engine:
+        for count in (3, 30):
+            for index, _ in enumerate(engine.stream([*text, *answer[:count]], GREEDY)):
+                if index == 5:
+                    break
+            assert tokens_of(engine, [text]) == [answer]
+        run, failures = engine.core.runner.target_side.run, [RuntimeError("a step failed")]
+
+        def fail_once(key: Any, *inputs: Any) -> Any:
+            if key.kind == "round" and failures:
+                raise failures.pop()
+            return run(key, *inputs)
+
+        engine.core.runner.target_side.run = fail_once  # type: ignore[method-assign]
+        (failed,) = engine.generate([text], GREEDY)
+        assert failed.finish_reason == "error" and not failures
+        assert tokens_of(engine, [text]) == [answer]
+        assert engine.metrics.states_kept > 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("devices", [2, 4])
+def test_devices_that_share_key_heads_emit_the_tokens_of_one(devices: int) -> None:
+    """Two key heads and four value heads, on as many devices as key heads and on twice as many."""
+    layers = tiny.config(64, hidden=64).layers
+    delta = GatedDelta(key_heads=2, value_heads=4, key_dim=16, value_dim=8, taps=4)
+    mixed = replace(tiny.config(64, hidden=64), layers=(replace(layers[0], mixer=delta), layers[1]))
+    target, found = Model.from_weights(mixed, random_weights(model_params(mixed), "float32", 0)), []
+    for count in (1, devices):
+        with engines.make(target, drafter=TREE, **OPTIONS, tensor_parallel=count) as engine:
+            found.append(tokens_of(engine, [list(range(20)), list(range(40, 0, -1))] * 2))
+    assert found[0] == found[1]
+
+
+@pytest.mark.long
+def test_a_draft_model_on_another_device_changes_no_token(hybrid: Recorded) -> None:
+    target, prompts, expected = hybrid
+    drafter = DraftModel(tiny.model(target.config.vocab_size), Tree.topk(6, 2, 2), device=jax.devices()[1])
+    with engines.make(target, drafter=drafter, **OPTIONS) as engine:
+        assert tokens_of(engine, prompts) == expected
