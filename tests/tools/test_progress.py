@@ -87,9 +87,8 @@ def compiling_stream(prompt: object, params: object) -> Iterator[Chunk]:
         yield Chunk(piece, [number], [number % 2 == 0], pieces=[piece])
 
 
-ENGINE: Any = SimpleNamespace(
-    stream=compiling_stream, metrics=Metrics(), tokenizer=SimpleNamespace(chat=lambda messages: [1])
-)
+TOKENIZER = SimpleNamespace(chat=lambda messages: [1], hidden_ids=frozenset(), decode=lambda ids: "")
+ENGINE: Any = SimpleNamespace(stream=compiling_stream, metrics=Metrics(), tokenizer=TOKENIZER)
 
 
 def shown(raw: str) -> str:
