@@ -85,6 +85,7 @@ class Executables:
         self.lower_seconds: dict[str, float] = {}
         self.digests: dict[str, str] = {}
         logger.info("kernels: %s", describe(program.implementation, device))
+        warn_of_slow_layers(params, device.platform)
 
     @property
     def helpers(self) -> list[Kind]:
@@ -221,6 +222,12 @@ class Executables:
 
     def _name(self, key: ExecutableKey) -> str:
         return key.name(self._program.drafter.tree.depth)
+
+
+def warn_of_slow_layers(params: Params, platform: str) -> None:
+    """Log a warning if layers of the target have no kernel on a platform."""
+    if platform != "cpu" and params.target is not None and params.target.config.has_slot_states:
+        logger.warning("the target's layers without attention have no kernel yet: on this %s they are slow", platform)
 
 
 def _report(rows: int, depth: int) -> jax.ShapeDtypeStruct:
