@@ -16,6 +16,8 @@ from jspec.models.decoder import Model
 from jspec.models.mixers.gated_delta import GatedDelta
 from jspec.models.parts.delta_state import DeltaState
 from jspec.models.weights.params import model_params, random_weights
+from jspec.step.executables import warn_of_slow_layers
+from jspec.step.program import Params
 from tests.support import engines, tiny
 from tests.support.recordings import recording
 
@@ -107,6 +109,15 @@ def test_a_copy_of_another_state_gives_other_tokens(hybrid: Recorded, monkeypatc
     with Engine(target, **OPTIONS) as engine:
         assert tokens_of(engine, prompts[2:]) == expected[2:]
         assert tokens_of(engine, prompts[2:]) != expected[2:]
+
+
+def test_a_warning_says_that_states_are_slow_on_a_gpu(hybrid: Recorded, caplog: pytest.LogCaptureFixture) -> None:
+    for target in (hybrid[0], tiny.model(16)):
+        for platform in ("cpu", "gpu"):
+            warn_of_slow_layers(Params(target=target, draft=()), platform)
+    assert [record.message for record in caplog.records] == [
+        "the target's layers without attention have no kernel yet: on this gpu they are slow"
+    ]
 
 
 @pytest.mark.long
