@@ -67,7 +67,7 @@ def verify(
     if deterministic:
         return verify_in_order(state, window, new, seen)
     heads, dtype = state.shape[1], new.keys.dtype
-    keys, queries = (each_head(rows, heads) for rows in (new.keys, new.queries))
+    keys, queries, weights, scores = _pairs(new, seen)
     path = _product("bij,bhj->bhi", seen.astype(jnp.float32), new.decays)
     both, scales = jnp.concatenate([keys, queries], axis=2), jnp.exp(jnp.concatenate([path, path], axis=2))
     found = scales[..., None] * _product("bhvk,bhtk->bhtv", state, both)
@@ -78,17 +78,12 @@ def verify(
         found = jnp.exp(total)[..., None, None] * found + of_window
     count = keys.shape[2]
     found_keys, found_queries = found[:, :, :count], found[:, :, count:]
-    between = jnp.exp(_between(new.decays, seen))
-    is_before = seen & ~jnp.eye(count, dtype=bool)
-    weights = jnp.where(is_before[:, None], between * _product("bhjk,bhik->bhij", keys, keys), 0)
-    wanted = new.rates[..., None] * (new.values - found_keys)
-    values = _solve(weights * new.rates[..., None], wanted, dtype)
-    of_nodes = jnp.where(seen[:, None], between * _product("bhjk,bhik->bhij", keys, queries), 0)
-    return found_queries + _product("bhij,bhjv->bhiv", of_nodes, values), Records(new.keys, values, new.decays)
+    values = _solve(weights, new.rates[..., None] * (new.values - found_keys), dtype)
+    return found_queries + _product("bhij,bhjv->bhiv", scores, values), Records(new.keys, values, new.decays)
 
 
 class DeltaChunk(NamedTuple):
-    """What is known of some successive tokens before their state is (arXiv:2406.06484).
+    """What some successive tokens have that does not depend on the state before them (arXiv:2406.06484).
 
     Their corrected values are ``values - keys S^T``, and their outputs ``queries S^T`` and ``scores`` times these.
     """
@@ -102,16 +97,10 @@ class DeltaChunk(NamedTuple):
 
 def chunk_of(new: DeltaTokens) -> DeltaChunk:
     """Compute what some successive tokens have before their state is known, of many sequences at once."""
-    heads, count = new.decays.shape[1:]
-    seen = jnp.tri(count, dtype=bool)[None]
-    keys, queries = (each_head(rows, heads) for rows in (new.keys, new.queries))
-    path, between = jnp.exp(jnp.cumsum(new.decays, axis=-1))[..., None], jnp.exp(_between(new.decays, seen))
-    is_before = seen & ~jnp.eye(count, dtype=bool)
-    weights = jnp.where(is_before[:, None], between * _product("bhjk,bhik->bhij", keys, keys), 0)
+    keys, queries, weights, scores = _pairs(new, jnp.tri(new.decays.shape[2], dtype=bool)[None])
+    path = jnp.exp(jnp.cumsum(new.decays, axis=-1))[..., None]
     both = jnp.concatenate([new.values.astype(jnp.float32), path * keys], axis=-1) * new.rates[..., None]
-    solved = _solve(weights * new.rates[..., None], both, jnp.float32)
-    values, corrections = jnp.split(solved, [new.values.shape[-1]], axis=-1)
-    scores = jnp.where(seen[:, None], between * _product("bhjk,bhik->bhij", keys, queries), 0)
+    values, corrections = jnp.split(_solve(weights, both, jnp.float32), [new.values.shape[-1]], axis=-1)
     return DeltaChunk(values, corrections, path * queries, scores, Records(new.keys, new.values, new.decays))
 
 
@@ -121,6 +110,19 @@ def run_chunk(state: States, chunk: DeltaChunk) -> tuple[Float[Array, "batch hea
     values = values.astype(chunk.records.values.dtype)
     outputs = _product("bhtk,bhvk->bhtv", chunk.queries, state) + _product("bhij,bhjv->bhiv", chunk.scores, values)
     return outputs, chunk.records._replace(values=values)
+
+
+def _pairs(new: DeltaTokens, seen: Bool[Array, "batch tokens tokens"]) -> tuple[Array, Array, Array, Array]:
+    """Return keys and queries of each value head, and what the values of a token's ancestors count for it.
+
+    The third array weights them in the token's own value, [batch, heads, tokens, ancestors], the fourth in its output.
+    """
+    heads, count = new.decays.shape[1:]
+    keys, queries = (each_head(rows, heads) for rows in (new.keys, new.queries))
+    between, is_before = jnp.exp(_between(new.decays, seen)), seen & ~jnp.eye(count, dtype=bool)
+    weights = jnp.where(is_before[:, None], between * _product("bhjk,bhik->bhij", keys, keys), 0)
+    scores = jnp.where(seen[:, None], between * _product("bhjk,bhik->bhij", keys, queries), 0)
+    return keys, queries, weights * new.rates[..., None], scores
 
 
 def _solve(

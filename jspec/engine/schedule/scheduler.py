@@ -360,11 +360,15 @@ class Scheduler:
             pieces.append(self._plan_piece(request, count))
             room, tokens = room - padded(count, rows), tokens - count
             request = self._next_to_prefill() if room and tokens and request.is_prefilled else None
-        copies = () if self.states is None else self.states.take_copies()
+        copies = self._take_copies()
         for piece in pieces:
             if piece.is_last or piece.start + piece.count == piece.request.state.num_cached_rows:
                 self.keep_state(piece.request, piece.start + piece.count)
         return PrefillPlan(pieces, bucket, copies)
+
+    def _take_copies(self) -> tuple[StateCopy, ...]:
+        """Return the copies of states to make before the next step."""
+        return () if self.states is None else self.states.take_copies()
 
     def _rows_until_cut(self, request: Request) -> int:
         """Return the number of rows of a request's next piece, which ends where the shared pages end at the latest."""
@@ -448,7 +452,7 @@ class Scheduler:
             self._reserve_ahead(ready)
         new_pages = [page for request in ready for page in self._page_table_updates(request)]
         bucket = next(size for size in self.limits.buckets if size >= len(ready))
-        return RoundPlan(ready, bucket, new_pages, () if self.states is None else self.states.take_copies())
+        return RoundPlan(ready, bucket, new_pages, self._take_copies())
 
     def _drop_hidden(self, request: Request, committed: int) -> None:
         """Give back a request's pages that neither a step in flight nor a later one reads.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, ClassVar
 
 from convert.fields import Fields
@@ -13,7 +12,6 @@ from jspec.models.config.hf_config import FULL, read_layer_types
 from jspec.models.config.layer_config import LayerConfig
 from jspec.models.families import register
 from jspec.models.families.llama import Llama
-from jspec.models.mixers.gqa import GQA
 from jspec.models.mixers.mixer import Mixer
 from jspec.models.mixers.short_conv import ShortConv
 from jspec.models.mlps.mlp_config import Dense, Experts, Router
@@ -83,12 +81,8 @@ class Lfm2(Llama):
     def attention(self, fields: Fields) -> dict[str, Any]:
         return {"qk_norm": "head"}
 
-    def mixers(self, fields: Fields, heads: GQA, ropes: Sequence[Rope], types: Sequence[str]) -> Sequence[Mixer]:
-        attention = replace(heads, **self.attention(fields))
-        conv = ShortConv(fields.integer("hidden_size"), fields.integer("conv_L_cache"))
-        return [
-            conv if kind == CONV else replace(attention, rope=rope) for rope, kind in zip(ropes, types, strict=True)
-        ]
+    def other_mixers(self, fields: Fields) -> Mapping[str, Mixer]:
+        return {CONV: ShortConv(fields.integer("hidden_size"), fields.integer("conv_L_cache"))}
 
     def layer_names(self, layer: LayerConfig, tensors: Collection[str]) -> Names:
         if not isinstance(layer.mixer, ShortConv):

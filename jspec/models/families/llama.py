@@ -124,8 +124,15 @@ class Llama:
             ropes, types: rotary embedding and type of each layer.
         """
         windows = {FULL: None, SLIDING: fields.integer("sliding_window") if SLIDING in types else None}
-        attention = replace(heads, **self.attention(fields))
-        return [replace(attention, rope=rope, window=windows[kind]) for rope, kind in zip(ropes, types, strict=True)]
+        attention, others = replace(heads, **self.attention(fields)), self.other_mixers(fields)
+        return [
+            others[kind] if kind in others else replace(attention, rope=rope, window=windows[kind])
+            for rope, kind in zip(ropes, types, strict=True)
+        ]
+
+    def other_mixers(self, fields: Fields) -> Mapping[str, Mixer]:
+        """Return the mixer of each layer type that has no attention."""
+        return {}
 
     def attention(self, fields: Fields) -> dict[str, Any]:
         """Return the fields of `GQA` that differ from their defaults, except sizes, rope and window."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,7 +16,6 @@ from jspec.models.families import register
 from jspec.models.families.llama import Llama
 from jspec.models.families.qwen import sparse_layers
 from jspec.models.mixers.gated_delta import GatedDelta
-from jspec.models.mixers.gqa import GQA
 from jspec.models.mixers.mixer import Mixer
 from jspec.models.mlps.mlp_config import Dense, Experts, Router
 from jspec.models.parts.rope import PLAIN, Rope
@@ -74,8 +72,7 @@ class Qwen35(Llama):
     def attention(self, fields: Fields) -> dict[str, Any]:
         return {"qk_norm": "head", "output_gate": True}
 
-    def mixers(self, fields: Fields, heads: GQA, ropes: Sequence[Rope], types: Sequence[str]) -> Sequence[Mixer]:
-        attention = replace(heads, **self.attention(fields))
+    def other_mixers(self, fields: Fields) -> Mapping[str, Mixer]:
         delta = GatedDelta(
             key_heads=fields.integer("linear_num_key_heads"),
             value_heads=fields.integer("linear_num_value_heads"),
@@ -83,9 +80,7 @@ class Qwen35(Llama):
             value_dim=fields.integer("linear_value_head_dim"),
             taps=fields.integer("linear_conv_kernel_dim"),
         )
-        return [
-            delta if kind == LINEAR else replace(attention, rope=rope) for rope, kind in zip(ropes, types, strict=True)
-        ]
+        return {LINEAR: delta}
 
     def model(self, fields: Fields) -> dict[str, Any]:
         return {"norms_in_float32": True}

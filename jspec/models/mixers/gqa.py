@@ -26,7 +26,7 @@ from pallas_kernels.attention.rope_append import HeadTransform, rotate_append
 from pallas_kernels.layers.norm_columns import norm_columns
 from pallas_kernels.layers.partial_sums import PartialSums, columns, reduce_partials
 from pallas_kernels.layers.shard import AXIS, Shard, gather_columns, own_columns
-from pallas_kernels.layers.weights import Inputs, has_dynamic_activations
+from pallas_kernels.layers.weights import Inputs, QuantizedActivation, has_dynamic_activations
 
 # Norms of queries and keys, in words.
 QK_NORMS = {"head": "each head", "unit": "each head, without weights", "all": "all heads together"}
@@ -207,37 +207,27 @@ class GQA(Attention):
         eps: float,
         start: int = 0,
     ) -> tuple[Inputs, KVPool]:
-        """Write keys and values, and attend; `Attention.mix_projected`."""
-        if not self.output_gate:
-            return self._attended(layer, qkv, pool, batch, dtype, eps=eps, start=start)
-        width = self.q_size + 2 * self.kv_size
-        gate = jax.nn.sigmoid(reduce_partials(columns(qkv, width), jnp.float32))
-        out, pool = self._attended(layer, qkv, pool, batch, dtype, eps=eps, start=start)
-        return (out * gate).astype(dtype), pool
-
-    def _attended(
-        self,
-        layer: LayerWeights,
-        qkv: PartialSums,
-        pool: KVPool,
-        batch: TokenBatch,
-        dtype: jnp.dtype,
-        *,
-        eps: float,
-        start: int,
-    ) -> tuple[Any, KVPool]:
-        """Write keys and values, and attend; the output's gate is left out.
+        """Write keys and values, and attend; `Attention.mix_projected`.
 
         One kernel does both for the nodes of draft trees, if ``batch`` has no ``base`` and is not deterministic.
         """
         if batch.base is not None or batch.deterministic or isinstance(batch, PromptBatch):
-            return super().mix_projected(layer, qkv, pool, batch, dtype, eps=eps, start=start)
-        qkv, transform = self._transform(layer, qkv, batch, dtype, eps)
+            out, pool = super().mix_projected(layer, qkv, pool, batch, dtype, eps=eps, start=start)
+            return self._gated(out, qkv, dtype), pool
+        heads, transform = self._transform(layer, qkv, batch, dtype, eps)
         rows = batch.page_table, batch.first_row, batch.valid, None if self.causal else batch.bits, layer.sinks
         options: dict[str, Any] = {"heads": self.heads, "dtype": dtype, "implementation": batch.implementation}
         options |= {"start": start, "quantize_output": self._quantizes(layer), **self._scores(batch)}
-        out, k, v = append_attention(pool.k, pool.v, qkv, transform, *rows, **options)
-        return batch.pack(concat_heads(out)), KVPool(k, v)
+        out, k, v = append_attention(pool.k, pool.v, heads, transform, *rows, **options)
+        return self._gated(batch.pack(concat_heads(out)), qkv, dtype), KVPool(k, v)
+
+    def _gated(self, out: Inputs, qkv: PartialSums, dtype: jnp.dtype) -> Inputs:
+        """Multiply the output of all heads by its gates, the last columns of the projection, if it has any."""
+        if not self.output_gate:
+            return out
+        assert not isinstance(out, QuantizedActivation)
+        gate = jax.nn.sigmoid(reduce_partials(columns(qkv, self.q_size + 2 * self.kv_size), jnp.float32))
+        return (out * gate).astype(dtype)
 
     def write(
         self, layer: LayerWeights, qkv: PartialSums, pool: KVPool, batch: TokenBatch, dtype: jnp.dtype, *, eps: float
