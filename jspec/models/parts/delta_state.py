@@ -21,6 +21,7 @@ from jspec.models.parts.conv_state import ConvState
 from jspec.models.parts.kv_pool import PoolShape
 from jspec.models.parts.slot_rows import ancestor_mask, is_token, move_slot_rows
 from pallas_kernels.recurrent.gated_delta import chunk_of, fold, run_chunk, verify
+from pallas_kernels.recurrent.record_ring import RecordRing
 from pallas_kernels.recurrent.records import EVERY, DeltaTokens, Records
 
 Outputs = Float[Array, "batch heads tokens value_dim"]
@@ -28,13 +29,13 @@ Outputs = Float[Array, "batch heads tokens value_dim"]
 
 class _StateAndRecords(NamedTuple):
     state: Float[Array, "slots heads value_dim key_dim"]  # float32
-    records: Records  # [slots, heads, rows, ...]
+    records: RecordRing
     inputs: ConvState
     copies: Float[Array, "copies heads value_dim key_dim"]  # states of the prefix cache
 
 
 class DeltaState(_StateAndRecords, LayerState):
-    """The states and records of one layer. The record of position p is in row ``p % rows``."""
+    """The states and records of one layer."""
 
     __slots__ = ()
 
@@ -48,11 +49,7 @@ class DeltaState(_StateAndRecords, LayerState):
             dims: number of channels of a key head and of a value head.
             inputs: state of the layer's convolution.
         """
-        rows = -(-(EVERY - 1 + pool.round_rows) // EVERY) * EVERY
-        keys, values = (
-            jnp.zeros((pool.slots, count, rows, dim), pool.state_dtype) for count, dim in zip(heads, dims, strict=True)
-        )
-        records = Records(keys, values, jnp.zeros((pool.slots, heads[1], rows), jnp.float32))
+        records = RecordRing.zeros(pool.slots, heads, dims, pool.round_rows, pool.state_dtype)
         state, copies = (jnp.zeros((count, heads[1], *dims[::-1]), jnp.float32) for count in (pool.slots, pool.copies))
         return cls(state, records, inputs, copies)
 
@@ -60,11 +57,6 @@ class DeltaState(_StateAndRecords, LayerState):
     def slots(self) -> int:
         """Number of slots."""
         return self.state.shape[0]
-
-    @property
-    def rows(self) -> int:
-        """Number of rows of records."""
-        return self.records.decays.shape[2]
 
     def specs(self, axis: str) -> Any:
         """Divide the heads; `LayerState.specs`."""
@@ -89,29 +81,19 @@ class DeltaState(_StateAndRecords, LayerState):
         """Return the states of some slots; zeros for one that does not exist."""
         return self.state.at[slots].get(mode="fill", fill_value=0)
 
-    def window(self, slots: Int[Array, "batch"], lengths: Int[Array, "batch"]) -> Records:
-        """Return the records of the committed tokens behind the states of some slots, and zeros for other rows."""
-        position = lengths[:, None] // EVERY * EVERY + jnp.arange(EVERY)
-        return self._at(slots, position).masked(position < lengths[:, None])
-
-    def _at(self, slots: Int[Array, "batch"], position: Int[Array, "batch tokens"]) -> Records:
-        place = slots[:, None], slice(None), position % self.rows
-        return Records(*(jnp.swapaxes(rows.at[place].get(mode="fill", fill_value=0), 1, 2) for rows in self.records))
-
-    def written(self, slots: Int[Array, "batch tokens"], position: Int[Array, "batch tokens"], new: Records) -> Self:
-        """Return the state with the records of new tokens; those of slots that do not exist are dropped."""
-        place, both = (slots, slice(None), position % self.rows), zip(self.records, new, strict=True)
-        return self._replace(
-            records=Records(*(old.at[place].set(jnp.swapaxes(rows, 1, 2), mode="drop") for old, rows in both))
-        )
-
     @classmethod
     def commit(cls, states: Sequence[Self], view: SlotView, path: AcceptedPath) -> list[Self]:
         """Move the records of an accepted path, and fold as many as have become complete; `LayerState.commit`."""
         inputs = ConvState.commit([state.inputs for state in states], view, path)
         moved = [
             state._replace(
-                records=state.records.map(partial(move_slot_rows, view=view, path=path, axis=2)), inputs=rows
+                records=RecordRing(
+                    *(
+                        move_slot_rows(of, view, path, axis=axis)
+                        for of, axis in zip(state.records, (2, 3, 2), strict=True)
+                    )
+                ),
+                inputs=rows,
             )
             for state, rows in zip(states, inputs, strict=True)
         ]
@@ -126,7 +108,7 @@ class DeltaState(_StateAndRecords, LayerState):
 
     def _folded(self, slots: Int[Array, "batch"], first: Int[Array, "batch"], *, deterministic: bool) -> Self:
         """Fold the records of `EVERY` tokens from position ``first`` on; slots that do not exist are dropped."""
-        block = self._at(slots, first[:, None] + jnp.arange(EVERY))
+        block = self.records.at(slots, first[:, None] + jnp.arange(EVERY))
         folded = fold(self.states(slots), block, deterministic=deterministic)
         return self._replace(state=self.state.at[slots].set(folded, mode="drop"))
 
@@ -145,11 +127,11 @@ def run_tokens(state: DeltaState, new: DeltaTokens, batch: TokenBatch) -> tuple[
     if isinstance(batch, PromptBatch):
         return _run_prompts(state, new, batch)
     assert batch.slots is not None, "rounds have slots"
-    before = state.states(batch.slots), state.window(batch.slots, batch.first_row)
+    before = state.states(batch.slots), state.records.window(batch.slots, batch.first_row)
     outputs, records = verify(*before, new, ancestor_mask(batch), deterministic=batch.deterministic)
     slots = jnp.where(batch.valid, batch.slots[:, None], state.slots)
     position = batch.first_row[:, None] + jnp.arange(batch.tokens.shape[1])
-    return outputs, state.written(slots, position, records)
+    return outputs, state._replace(records=state.records.written(slots, position, records))
 
 
 def _run_prompts(state: DeltaState, new: DeltaTokens, batch: PromptBatch) -> tuple[Outputs, DeltaState]:
@@ -161,7 +143,7 @@ def _run_prompts(state: DeltaState, new: DeltaTokens, batch: PromptBatch) -> tup
     else:
         is_new = (batch.starts == 0)[:, None, None, None]
         kept = jnp.where(is_new, 0, state.states(batch.slots))
-        begin = jnp.where(is_new, 0, advance(kept, state.window(batch.slots, batch.starts)))
+        begin = jnp.where(is_new, 0, advance(kept, state.records.window(batch.slots, batch.starts)))
     count, blocks = batch.tokens.shape[1], _Blocks.of(new, batch, is_used, whole)
     causal = jnp.tri(blocks.size, dtype=bool)[None]
     if not batch.deterministic:
@@ -238,4 +220,4 @@ def _kept_of_prompts(
     assert batch.slots is not None
     state = state._replace(state=state.state.at[batch.slots].set(kept, mode="drop"))
     slots = jnp.where(is_kept, batch.of_piece(batch.slots, state.slots)[:, None], state.slots)
-    return state.written(slots, batch.positions, records)
+    return state._replace(records=state.records.written(slots, batch.positions, records))

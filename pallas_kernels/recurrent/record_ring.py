@@ -1,0 +1,70 @@
+"""Where the records of each slot are kept: the record of position p is in row ``p % rows``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.recurrent.records import EVERY, Records
+
+
+class RecordRing(NamedTuple):
+    """The rows of all slots; values are stored by channel, as the kernel of rounds multiplies them."""
+
+    keys: Float[Array, "slots key_heads rows key_dim"]  # finite
+    values: Float[Array, "slots heads value_dim rows"]
+    decays: Float[Array, "slots heads rows"]  # float32
+
+    @classmethod
+    def zeros(
+        cls, slots: int, heads: tuple[int, int], dims: tuple[int, int], round_rows: int, dtype: Any
+    ) -> RecordRing:
+        """Make the rows for a round of ``round_rows`` tokens behind up to ``EVERY - 1`` committed ones.
+
+        Args:
+            slots: number of slots.
+            heads: number of key heads and of value heads.
+            dims: number of channels of a key head and of a value head.
+            round_rows: number of tokens of a round.
+            dtype: dtype of keys and values.
+        """
+        rows = -(-(EVERY - 1 + round_rows) // EVERY) * EVERY  # a block of `EVERY` positions is never cut
+        keys, values = (slots, heads[0], rows, dims[0]), (slots, heads[1], dims[1], rows)
+        return cls(jnp.zeros(keys, dtype), jnp.zeros(values, dtype), jnp.zeros((slots, heads[1], rows), jnp.float32))
+
+    @property
+    def rows(self) -> int:
+        """Number of rows of a slot."""
+        return self.decays.shape[2]
+
+    def at(self, slots: Int[Array, "batch"], position: Int[Array, "batch tokens"]) -> Records:
+        """Return the records of some positions; zeros for a slot that does not exist."""
+        return Records(
+            *(
+                jnp.swapaxes(rows.at[place].get(mode="fill", fill_value=0), 1, 2)
+                for rows, place in zip(self, self._places(slots[:, None], position), strict=True)
+            )
+        )
+
+    def window(self, slots: Int[Array, "batch"], lengths: Int[Array, "batch"]) -> Records:
+        """Return the records of the committed tokens behind the states of some slots, and zeros for other rows."""
+        position = lengths[:, None] // EVERY * EVERY + jnp.arange(EVERY)
+        return self.at(slots, position).masked(position < lengths[:, None])
+
+    def written(
+        self, slots: Int[Array, "batch tokens"], position: Int[Array, "batch tokens"], new: Records
+    ) -> RecordRing:
+        """Return the rows with the records of new tokens; those of slots that do not exist are dropped.
+
+        A key that is not finite becomes 0: rows that nobody reads are multiplied by 0. The token's value tells of it.
+        """
+        new = new._replace(keys=jnp.where(jnp.isfinite(new.keys), new.keys, 0))
+        both = zip(self, self._places(slots, position), new, strict=True)
+        return RecordRing(*(rows.at[place].set(jnp.swapaxes(of, 1, 2), mode="drop") for rows, place, of in both))
+
+    def _places(self, slots: Array, position: Array) -> Sequence[tuple[Any, ...]]:
+        row, every = position % self.rows, slice(None)
+        return (slots, every, row), (slots, every, every, row), (slots, every, row)
