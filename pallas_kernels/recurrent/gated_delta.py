@@ -67,9 +67,10 @@ def verify(
     if deterministic:
         return verify_in_order(state, window, new, seen)
     heads, dtype = state.shape[1], new.keys.dtype
-    keys, queries, weights, scores = _pairs(new, seen)
-    path = _product("bij,bhj->bhi", seen.astype(jnp.float32), new.decays)
-    both, scales = jnp.concatenate([keys, queries], axis=2), jnp.exp(jnp.concatenate([path, path], axis=2))
+    keys, queries = (each_head(rows, heads) for rows in (new.keys, new.queries))
+    weights, scores = pairs_of(new, seen)
+    scale = jnp.exp(path_decays(new.decays, seen))
+    both, scales = jnp.concatenate([keys, queries], axis=2), jnp.concatenate([scale, scale], axis=2)
     found = scales[..., None] * _product("bhvk,bhtk->bhtv", state, both)
     if window is not None:
         after, total = _behind(window.decays)
@@ -97,7 +98,8 @@ class DeltaChunk(NamedTuple):
 
 def chunk_of(new: DeltaTokens) -> DeltaChunk:
     """Compute what some successive tokens have before their state is known, of many sequences at once."""
-    keys, queries, weights, scores = _pairs(new, jnp.tri(new.decays.shape[2], dtype=bool)[None])
+    weights, scores = pairs_of(new, jnp.tri(new.decays.shape[2], dtype=bool)[None])
+    keys, queries = (each_head(rows, new.decays.shape[1]) for rows in (new.keys, new.queries))
     path = jnp.exp(jnp.cumsum(new.decays, axis=-1))[..., None]
     both = jnp.concatenate([new.values.astype(jnp.float32), path * keys], axis=-1) * new.rates[..., None]
     values, corrections = jnp.split(_solve(weights, both, jnp.float32), [new.values.shape[-1]], axis=-1)
@@ -112,17 +114,26 @@ def run_chunk(state: States, chunk: DeltaChunk) -> tuple[Float[Array, "batch hea
     return outputs, chunk.records._replace(values=values)
 
 
-def _pairs(new: DeltaTokens, seen: Bool[Array, "batch tokens tokens"]) -> tuple[Array, Array, Array, Array]:
-    """Return keys and queries of each value head, and what the values of a token's ancestors count for it.
+def path_decays(
+    decays: Float[Array, "batch heads tokens"], seen: Bool[Array, "batch tokens tokens"]
+) -> Float[Array, "batch heads tokens"]:
+    """Return the sum of the log decays of each token and its ancestors."""
+    return _product("bij,bhj->bhi", seen.astype(jnp.float32), decays)
 
-    The third array weights them in the token's own value, [batch, heads, tokens, ancestors], the fourth in its output.
+
+def pairs_of(new: DeltaTokens, seen: Bool[Array, "batch tokens tokens"]) -> tuple[Array, Array]:
+    """Return what the corrected values of a token's ancestors count for it, [batch, heads, tokens, ancestors].
+
+    The first array weights them in the token's own value, the second in its output, where its own value counts too.
     """
     heads, count = new.decays.shape[1:]
-    keys, queries = (each_head(rows, heads) for rows in (new.keys, new.queries))
     between, is_before = jnp.exp(_between(new.decays, seen)), seen & ~jnp.eye(count, dtype=bool)
-    weights = jnp.where(is_before[:, None], between * _product("bhjk,bhik->bhij", keys, keys), 0)
-    scores = jnp.where(seen[:, None], between * _product("bhjk,bhik->bhij", keys, queries), 0)
-    return keys, queries, weights * new.rates[..., None], scores
+    products = (each_head(_product("bhjk,bhik->bhij", new.keys, rows), heads) for rows in (new.keys, new.queries))
+    weights, scores = (
+        jnp.where(counts[:, None], between * of_pair, 0)
+        for counts, of_pair in zip((is_before, seen), products, strict=True)
+    )
+    return weights * new.rates[..., None], scores
 
 
 def _solve(

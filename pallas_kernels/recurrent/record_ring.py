@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.recurrent.records import EVERY, Records
+from pallas_kernels.recurrent.records import EVERY, Records, States
 
 
 class RecordRing(NamedTuple):
@@ -49,6 +49,13 @@ class RecordRing(NamedTuple):
             )
         )
 
+    def decays_at(
+        self, slots: Int[Array, "batch"], position: Int[Array, "batch tokens"]
+    ) -> Float[Array, "batch heads tokens"]:
+        """Return the log decays of some positions; zeros for a slot that does not exist."""
+        place = self._places(slots[:, None], position)[2]
+        return jnp.swapaxes(self.decays.at[place].get(mode="fill", fill_value=0), 1, 2)
+
     def window(self, slots: Int[Array, "batch"], lengths: Int[Array, "batch"]) -> Records:
         """Return the records of the committed tokens behind the states of some slots, and zeros for other rows."""
         position = lengths[:, None] // EVERY * EVERY + jnp.arange(EVERY)
@@ -68,3 +75,8 @@ class RecordRing(NamedTuple):
     def _places(self, slots: Array, position: Array) -> Sequence[tuple[Any, ...]]:
         row, every = position % self.rows, slice(None)
         return (slots, every, row), (slots, every, every, row), (slots, every, row)
+
+
+def states_of(state: States, slots: Int[Array, "batch"]) -> States:
+    """Return the states of some slots; zeros for one that does not exist."""
+    return state.at[slots].get(mode="fill", fill_value=0)

@@ -20,8 +20,9 @@ from jspec.core.records import AcceptedPath, LayerState, PromptBatch, SlotView, 
 from jspec.models.parts.conv_state import ConvState
 from jspec.models.parts.kv_pool import PoolShape
 from jspec.models.parts.slot_rows import ancestor_mask, is_token, move_slot_rows
+from pallas_kernels.recurrent.delta_rounds import fold_round, verify_round
 from pallas_kernels.recurrent.gated_delta import chunk_of, fold, run_chunk, verify
-from pallas_kernels.recurrent.record_ring import RecordRing
+from pallas_kernels.recurrent.record_ring import RecordRing, states_of
 from pallas_kernels.recurrent.records import EVERY, DeltaTokens, Records
 
 Outputs = Float[Array, "batch heads tokens value_dim"]
@@ -77,10 +78,6 @@ class DeltaState(_StateAndRecords, LayerState):
         state = self.state.at[slot].set(self.copies[entry])
         return self._replace(state=state, inputs=self.inputs.loaded(slot, entry, position))
 
-    def states(self, slots: Int[Array, "batch"]) -> Float[Array, "batch heads value_dim key_dim"]:
-        """Return the states of some slots; zeros for one that does not exist."""
-        return self.state.at[slots].get(mode="fill", fill_value=0)
-
     @classmethod
     def commit(cls, states: Sequence[Self], view: SlotView, path: AcceptedPath) -> list[Self]:
         """Move the records of an accepted path, and fold as many as have become complete; `LayerState.commit`."""
@@ -100,17 +97,15 @@ class DeltaState(_StateAndRecords, LayerState):
         for index in range((EVERY - 1 + path.longest) // EVERY):  # a round may complete several blocks of records
             first = (view.lengths // EVERY + index) * EVERY
             slots = jnp.where(first + EVERY <= view.lengths + path.counts, view.slots, moved[0].slots)
-            fold = partial(cls._folded, slots=slots, first=first, deterministic=view.deterministic)
+            fold = partial(cls._folded, slots=slots, first=first, **view.numerics.options)
             moved = jax.lax.cond(
                 jnp.any(slots < moved[0].slots), lambda of, fold=fold: list(map(fold, of)), lambda of: of, moved
             )
         return moved
 
-    def _folded(self, slots: Int[Array, "batch"], first: Int[Array, "batch"], *, deterministic: bool) -> Self:
+    def _folded(self, slots: Int[Array, "batch"], first: Int[Array, "batch"], **options: Any) -> Self:
         """Fold the records of `EVERY` tokens from position ``first`` on; slots that do not exist are dropped."""
-        block = self.records.at(slots, first[:, None] + jnp.arange(EVERY))
-        folded = fold(self.states(slots), block, deterministic=deterministic)
-        return self._replace(state=self.state.at[slots].set(folded, mode="drop"))
+        return self._replace(state=fold_round(self.state, self.records, slots, first, **options))
 
 
 def run_tokens(state: DeltaState, new: DeltaTokens, batch: TokenBatch) -> tuple[Outputs, DeltaState]:
@@ -127,8 +122,10 @@ def run_tokens(state: DeltaState, new: DeltaTokens, batch: TokenBatch) -> tuple[
     if isinstance(batch, PromptBatch):
         return _run_prompts(state, new, batch)
     assert batch.slots is not None, "rounds have slots"
-    before = state.states(batch.slots), state.records.window(batch.slots, batch.first_row)
-    outputs, records = verify(*before, new, ancestor_mask(batch), deterministic=batch.deterministic)
+    slots, lengths = batch.slots, batch.first_row
+    outputs, records = verify_round(
+        state.state, state.records, slots, lengths, new, ancestor_mask(batch), **batch.numerics.options
+    )
     slots = jnp.where(batch.valid, batch.slots[:, None], state.slots)
     position = batch.first_row[:, None] + jnp.arange(batch.tokens.shape[1])
     return outputs, state._replace(records=state.records.written(slots, position, records))
@@ -142,7 +139,7 @@ def _run_prompts(state: DeltaState, new: DeltaTokens, batch: PromptBatch) -> tup
         begin = kept = jnp.zeros((1, *state.state.shape[1:]), jnp.float32)
     else:
         is_new = (batch.starts == 0)[:, None, None, None]
-        kept = jnp.where(is_new, 0, state.states(batch.slots))
+        kept = jnp.where(is_new, 0, states_of(state.state, batch.slots))
         begin = jnp.where(is_new, 0, advance(kept, state.records.window(batch.slots, batch.starts)))
     count, blocks = batch.tokens.shape[1], _Blocks.of(new, batch, is_used, whole)
     causal = jnp.tri(blocks.size, dtype=bool)[None]

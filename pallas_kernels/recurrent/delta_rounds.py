@@ -1,0 +1,124 @@
+"""The gated delta rule for the tokens of rounds, whose states and records are kept by slot."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.dispatch import Implementation
+from pallas_kernels.layers.hopper import HEIGHT, choose_compiled, multiprocessors
+from pallas_kernels.recurrent import delta_kernel, gated_delta
+from pallas_kernels.recurrent.delta_kernel import MOST_NODES, UNIT, Behind, Nodes
+from pallas_kernels.recurrent.record_ring import RecordRing, states_of
+from pallas_kernels.recurrent.records import EVERY, DeltaTokens, Records, States
+
+
+def verify_round(
+    state: States,
+    ring: RecordRing,
+    slots: Int[Array, "batch"],
+    lengths: Int[Array, "batch"],
+    new: DeltaTokens,
+    seen: Bool[Array, "batch tokens tokens"],
+    *,
+    implementation: Implementation = "auto",
+    deterministic: bool = False,
+) -> tuple[Float[Array, "batch heads tokens value_dim"], Records]:
+    """Compute the outputs of the tokens of a round and their records, as `gated_delta.verify` does.
+
+    Args:
+        state: states of all slots, each after its last multiple of `EVERY` committed tokens.
+        ring: records of all slots.
+        slots: slot of each sequence; the results of one that does not exist are undefined.
+        lengths: number of committed tokens of each sequence.
+        new: inputs of the new tokens.
+        seen: which tokens each token follows in its tree, itself included.
+        implementation: as in `dispatch`.
+        deterministic: compute token after token, so that bits depend neither on the rounds nor on the tree.
+    """
+
+    def reference(*arguments: Any) -> tuple[Array, Records]:
+        state, ring, slots, lengths, new, seen = arguments
+        before = states_of(state, slots), ring.window(slots, lengths)
+        return gated_delta.verify(*before, new, seen, deterministic=deterministic)
+
+    arguments = state, ring, slots, lengths, new, seen
+    if deterministic or new.decays.shape[2] > MOST_NODES or not _has_kernel(ring):
+        return reference(*arguments)
+    return choose_compiled(implementation, _verify, reference, *arguments)
+
+
+def fold_round(
+    state: States,
+    ring: RecordRing,
+    slots: Int[Array, "batch"],
+    first: Int[Array, "batch"],
+    *,
+    implementation: Implementation = "auto",
+    deterministic: bool = False,
+) -> States:
+    """Return the states of all slots, of which some are advanced by `EVERY` records.
+
+    Args:
+        state: states of all slots.
+        ring: records of all slots.
+        slots: distinct slots to advance; those that do not exist are dropped.
+        first: position of the first record of each, a multiple of `EVERY`.
+        implementation: as in `dispatch`.
+        deterministic: advance token after token.
+    """
+
+    def reference(*arguments: Any) -> States:
+        state, ring, slots, first = arguments
+        block = ring.at(slots, first[:, None] + jnp.arange(EVERY))
+        folded = gated_delta.fold(states_of(state, slots), block, deterministic=deterministic)
+        return state.at[slots].set(folded, mode="drop")
+
+    if deterministic or not _has_kernel(ring):
+        return reference(state, ring, slots, first)
+    return choose_compiled(implementation, _fold, reference, state, ring, slots, first)
+
+
+def _has_kernel(ring: RecordRing) -> bool:
+    """Return whether the kernel runs on the device, and has a form for heads of this size and dtype."""
+    key_dim, value_dim, rows = ring.keys.shape[3], ring.values.shape[2], ring.keys.dtype
+    return multiprocessors() is not None and rows == jnp.bfloat16 and key_dim in (64, 128) and value_dim % HEIGHT == 0
+
+
+def _fold(state: States, ring: RecordRing, slots: Array, first: Array, *, interpret: Any) -> States:
+    decays = ring.decays_at(slots, first[:, None] + jnp.arange(EVERY))
+    return delta_kernel.fold(state, ring, slots, first, Behind.of(decays, jnp.bool_(True)), interpret=interpret)
+
+
+def _verify(
+    state: States, ring: RecordRing, slots: Array, lengths: Array, new: DeltaTokens, seen: Array, *, interpret: Any
+) -> tuple[Array, Records]:
+    position = lengths[:, None] // EVERY * EVERY + jnp.arange(EVERY)
+    behind = Behind.of(ring.decays_at(slots, position), (position < lengths[:, None])[:, None])
+    nodes = nodes_of(new, seen)
+    outputs, corrected = delta_kernel.verify(state, ring, slots, lengths, behind, nodes, interpret=interpret)
+    count = new.decays.shape[2]
+    outputs, corrected = (jnp.swapaxes(of[..., :count], 2, 3) for of in (outputs, corrected))
+    return outputs, Records(new.keys, corrected.astype(new.values.dtype), new.decays)
+
+
+def nodes_of(new: DeltaTokens, seen: Bool[Array, "batch tokens tokens"]) -> Nodes:
+    """Return what the kernel reads of new tokens."""
+    more = -new.decays.shape[2] % UNIT
+
+    def padded(array: Array, *axes: int) -> Array:
+        return jnp.pad(array, [(0, more if axis in axes else 0) for axis in range(array.ndim)])
+
+    pairs = gated_delta.pairs_of(new, seen)
+    scales = jnp.exp(gated_delta.path_decays(new.decays, seen))
+    wanted = jnp.swapaxes(new.values.astype(jnp.float32) * new.rates[..., None], 2, 3)
+    return Nodes(
+        padded(new.keys, 2),
+        padded(new.queries, 2),
+        padded(wanted, 3),
+        padded(new.rates * scales, 2),
+        padded(scales, 2),
+        *(padded(jnp.swapaxes(of, 2, 3), 2, 3) for of in pairs),
+    )

@@ -1,0 +1,107 @@
+"""Test the kernel of the gated delta rule, interpreted, against the reference, which has its own test of the rule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec.core.ancestors import ancestors
+from pallas_kernels.recurrent import delta_rounds
+from pallas_kernels.recurrent.record_ring import RecordRing
+from pallas_kernels.recurrent.records import EVERY, DeltaTokens, Records
+from tests.support.mosaic import interpreted
+
+SLOTS, KEY_HEADS, HEADS, DIM = 3, 1, 2, 128
+TREE = [-1, 0, 0, 1, 1, 2, 3, 3, 4, 8]
+
+
+def unit(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    rows = rng.standard_normal(shape)
+    return rows / np.linalg.norm(rows, axis=-1, keepdims=True)
+
+
+def problem(parents: list[int], lengths: list[int], slots: list[int], seed: int = 0) -> tuple[Any, ...]:
+    """Draw states and records of all slots, and the nodes of a round."""
+    rng, count, batch = np.random.default_rng(seed), len(parents), len(slots)
+    ring = RecordRing.zeros(SLOTS, (KEY_HEADS, HEADS), (DIM, DIM), count, jnp.bfloat16)
+    ring = RecordRing(
+        jnp.asarray(unit(rng, *ring.keys.shape), jnp.bfloat16),
+        jnp.asarray(rng.standard_normal(ring.values.shape), jnp.bfloat16),
+        jnp.asarray(-rng.exponential(0.1, ring.decays.shape), jnp.float32),
+    )
+    state = jnp.asarray(rng.standard_normal((SLOTS, HEADS, DIM, DIM)) * 0.1, jnp.float32)
+    of_token = (batch, HEADS, count)
+    new = DeltaTokens(
+        jnp.asarray(unit(rng, batch, KEY_HEADS, count, DIM) * DIM**-0.5, jnp.bfloat16),
+        jnp.asarray(unit(rng, batch, KEY_HEADS, count, DIM), jnp.bfloat16),
+        jnp.asarray(rng.standard_normal((*of_token, DIM)), jnp.bfloat16),
+        jnp.asarray(-rng.exponential(0.1, of_token), jnp.float32),
+        jnp.asarray(rng.random(of_token), jnp.float32),
+    )
+    seen = jnp.asarray(ancestors(np.broadcast_to(np.array(parents, np.int32), (batch, count))))
+    return state, ring, jnp.array(slots), jnp.array(lengths), new, seen
+
+
+def differences(
+    got: tuple[Any, Records], wanted: tuple[Any, Records], rows: slice = slice(None)
+) -> tuple[float, float]:
+    """Return the largest difference of an output, and the largest of a value relative to the largest value."""
+    values = [np.asarray(of[1].values[rows], np.float64) for of in (got, wanted)]
+    outputs = np.abs(np.asarray(got[0][rows]) - np.asarray(wanted[0][rows])).max()
+    return float(outputs), float(np.abs(values[0] - values[1]).max() / np.abs(values[1]).max())
+
+
+@pytest.mark.parametrize(
+    ("parents", "lengths"),
+    [([-1], [40, 71]), ([-1, 0, 1, 2, 3], [32, 63]), (TREE, [5, 66])],
+    ids=["plain", "chain", "tree"],
+)
+def test_outputs_and_values_of_nodes(parents: list[int], lengths: list[int]) -> None:
+    arguments = problem(parents, lengths, [2, 0])
+    wanted = delta_rounds.verify_round(*arguments, implementation="reference")
+    got = interpreted(delta_rounds._verify, *arguments)
+    outputs, values = differences(got, wanted)
+    assert np.abs(wanted[0]).max() > 0.03
+    assert outputs < 2e-5
+    assert values < 2**-7, "a value may round to the other neighbour"
+    state, ring, slots, lengths_, new, seen = arguments
+    wrong = {
+        "a record less": (state, ring, slots, lengths_ - 1, new, seen),
+        "another slot": (state, ring, slots[::-1], lengths_, new, seen),
+        "no ancestors": (
+            state,
+            ring,
+            slots,
+            lengths_,
+            new,
+            jnp.broadcast_to(jnp.eye(len(parents), dtype=bool), seen.shape),
+        ),
+    }
+    for name, changed in wrong.items():
+        if len(parents) > 1 or name != "no ancestors":
+            other = delta_rounds.verify_round(*changed, implementation="reference")
+            assert differences(got, other)[0] > 1e-3, name
+
+
+def test_a_row_without_a_slot_changes_no_other_row() -> None:
+    arguments = problem([-1, 0], [40, 71], [1, SLOTS])
+    wanted = delta_rounds.verify_round(*arguments, implementation="reference")
+    assert differences(interpreted(delta_rounds._verify, *arguments), wanted, slice(1))[0] < 2e-5
+
+
+def test_fold_advances_the_states_of_slots_that_exist_and_no_others() -> None:
+    state, ring, *_ = problem([-1, 0], [0, 0], [0, 0])
+    slots, first = jnp.array([2, SLOTS, 0]), jnp.array([EVERY, 0, 2 * EVERY])
+    wanted = delta_rounds.fold_round(state, ring, slots, first, implementation="reference")
+    got = interpreted(delta_rounds._fold, state, ring, slots, first)
+    np.testing.assert_array_equal(got[1], state[1])
+    assert np.abs(got - wanted).max() < 2e-5
+    assert (
+        np.abs(got - delta_rounds.fold_round(state, ring, slots, first + EVERY, implementation="reference")).max()
+        > 1e-2
+    )
+    jax.block_until_ready(got)
