@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -105,3 +106,25 @@ def test_fold_advances_the_states_of_slots_that_exist_and_no_others() -> None:
         > 1e-2
     )
     jax.block_until_ready(got)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [1, 5, 8, 16, 33, 64])
+def test_outputs_and_values_on_a_gpu(count: int) -> None:
+    parents = [-1, *np.random.default_rng(0).integers(0, np.arange(1, count))] if count > 1 else [-1]
+    arguments = problem(parents, [40, 71], [2, 0])
+    got, wanted = (
+        jax.jit(partial(delta_rounds.verify_round, implementation=name))(*arguments) for name in ("auto", "reference")
+    )
+    outputs, values = differences(got, wanted)
+    assert outputs < 2e-5
+    assert values < 2**-7
+    state, ring, *_ = arguments
+    folded = [
+        jax.jit(partial(delta_rounds.fold_round, implementation=name))(
+            state, ring, jnp.array([2, SLOTS]), jnp.array([EVERY, 0])
+        )
+        for name in ("auto", "reference")
+    ]
+    np.testing.assert_array_equal(folded[0][:2], state[:2])
+    assert jnp.abs(folded[0] - folded[1]).max() < 2e-5
