@@ -11,7 +11,6 @@ a node comes after its ancestors. The tensor cores get float32 operands as two b
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -25,6 +24,7 @@ from pallas_kernels.recurrent.records import EVERY, States
 
 MOST_NODES = 64
 UNIT = 8  # nodes are padded to a multiple
+COLUMNS = 32  # columns of the state that are in registers at a time
 
 
 class Behind(NamedTuple):
@@ -75,16 +75,19 @@ def fold(
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu  # needs absl: imported only where it is used
 
-    def run(refs, key_rows, arrived):
+    def run(refs, memory):
         state, keys, values, slots, first, after, total = refs
-        cta = _Cta(plgpu, state, keys, values, after, total, interpret)
-        slot = slots[cta.batch]
+        cta = _Cta(plgpu, (state, keys, values, after, total), memory, interpret)
+        slot = slots[cta.sequence]
 
         @pl.when(slot < state.shape[0])
         def _():
-            cta.start(slot, first[cta.batch], key_rows, arrived)
-            plgpu.barrier_wait(arrived)
-            state[slot, cta.head, cta.channels, :] = cta.newest(slot, key_rows)
+            cta.start(slot, first[cta.sequence])
+            behind = cta.behind()
+            plgpu.barrier_wait(memory.arrived)
+            records = cta.records(behind)
+            for columns in cta.column_blocks():
+                state[slot, cta.head, cta.channels, columns] = cta.newest(records, columns)
 
     states = jax.new_ref(state)
     inputs = states, ring.keys, ring.values, slots, first, *behind
@@ -115,17 +118,14 @@ def verify(
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu  # needs absl: imported only where it is used
 
-    def run(refs, key_rows, arrived, node_keys, node_queries):
+    def run(refs, memory):
         (state, keys, values, slots, lengths, after, total), nodes = refs[:7], Nodes(*refs[7:14])
         corrected, outputs = refs[14:]
-        cta = _Cta(plgpu, state, keys, values, after, total, interpret)
-        slot = jnp.minimum(slots[cta.batch], state.shape[0] - 1)
-        cta.start(slot, lengths[cta.batch], key_rows, arrived)
-        for source, target in ((nodes.keys, node_keys), (nodes.queries, node_queries)):
-            plgpu.copy_gmem_to_smem(source.at[cta.batch, cta.key_head], target, arrived)
-        plgpu.barrier_wait(arrived)
-        found = cta.substituted(cta.newest(slot, key_rows), node_keys, node_queries, nodes)
-        corrected[cta.place], outputs[cta.place] = found
+        cta = _Cta(plgpu, (state, keys, values, after, total), memory, interpret)
+        cta.start(jnp.minimum(slots[cta.sequence], state.shape[0] - 1), lengths[cta.sequence], nodes)
+        behind, of_nodes = cta.behind(), cta.of_nodes(nodes)
+        plgpu.barrier_wait(memory.arrived)
+        corrected[cta.place], outputs[cta.place] = cta.substituted(*cta.seen_and_read(cta.records(behind)), *of_nodes)
 
     inputs = state, ring.keys, ring.values, slots, lengths, *behind, *nodes
     result = jax.ShapeDtypeStruct(nodes.wanted.shape, jnp.float32)
@@ -135,18 +135,39 @@ def verify(
     return outputs, corrected
 
 
+class _Memory(NamedTuple):
+    """The shared memory of a CTA, and the barrier on which all that is loaded arrives."""
+
+    state: Any  # [ROWS, key_dim]
+    keys: Any  # of the records [EVERY, key_dim]
+    values: Any  # of the records [ROWS, EVERY]
+    arrived: Any
+    node_keys: Any = None  # [nodes, key_dim]
+    node_queries: Any = None
+    weights: Any = None  # [nodes, nodes]
+    scores: Any = None
+
+
 def _call(plgpu, run, name, state, ring, inputs, results, nodes, interpret):
     """Runs a kernel in a CTA for each sequence, value head and `ROWS` value channels."""
     (_, heads, value_dim, key_dim), dtype = state.shape, ring.keys.dtype
 
-    def memory(rows, inner):
-        transforms = plgpu.TilingTransform((8, inner)), plgpu.SwizzleTransform(inner * dtype.itemsize)
-        return plgpu.SMEM((rows, key_dim), dtype, transforms=transforms)
+    def memory(rows, columns, inner, dtype=dtype):
+        swizzle = plgpu.SwizzleTransform(inner * jnp.dtype(dtype).itemsize)
+        return plgpu.SMEM((rows, columns), dtype, transforms=(plgpu.TilingTransform((8, inner)), swizzle))
+
+    of_nodes = [memory(nodes, key_dim, 32)] * 2 + [plgpu.SMEM((nodes, nodes), jnp.float32)] * 2 if nodes else []
 
     def entry(*refs):
-        of_nodes = [memory(nodes, 64)] * 2 if nodes else []
-        arrived = plgpu.Barrier(num_arrivals=1 + len(of_nodes))
-        pl.run_scoped(functools.partial(run, refs), memory(EVERY, 32), arrived, *of_nodes, collective_axes="warpgroup")
+        pl.run_scoped(
+            lambda *memory: run(refs, _Memory(*memory)),
+            memory(ROWS, key_dim, 32, jnp.float32),
+            memory(EVERY, key_dim, 32),
+            memory(ROWS, EVERY, 32),
+            plgpu.Barrier(num_arrivals=3 + len(of_nodes)),
+            *of_nodes,
+            collective_axes="warpgroup",
+        )
 
     return plgpu.kernel(
         entry,
@@ -164,53 +185,102 @@ def _call(plgpu, run, name, state, ring, inputs, results, nodes, interpret):
 class _Cta:
     """The place of a CTA, and its operations on arrays [`ROWS`, n] in registers."""
 
-    def __init__(self, plgpu, state, keys, values, after, total, interpret):
-        self.plgpu, self.layout, self.interpret = plgpu, plgpu.Layout.WGMMA, interpret
-        self.state, self.keys, self.values, self.after, self.total = state, keys, values, after, total
-        part, self.head, self.batch = (jax.lax.axis_index(name) for name in ("part", "head", "sequence"))
-        self.key_head = jax.lax.div(self.head, state.shape[1] // keys.shape[1])
+    def __init__(self, plgpu, refs, memory, interpret):
+        self.plgpu, self.layout, self.memory, self.interpret = plgpu, plgpu.Layout.WGMMA, memory, interpret
+        self.state, self.keys, self.values, self.after, self.total = refs
+        part, self.head, self.sequence = (jax.lax.axis_index(name) for name in ("part", "head", "sequence"))
+        self.key_head = jax.lax.div(self.head, self.state.shape[1] // self.keys.shape[1])
         self.channels = pl.ds(part * ROWS, ROWS)
-        self.place = self.batch, self.head, self.channels, slice(None)
+        self.place = self.sequence, self.head, self.channels, slice(None)
 
-    def start(self, slot, position, key_rows, arrived):
-        """Starts to load the keys of the records of the block that has a position."""
+    def start(self, slot, position, nodes=None):
+        """Starts to load the state of a slot, the block of records that has a position, and the nodes."""
         blocks = self.keys.shape[2] // EVERY
-        first = jax.lax.rem(jax.lax.div(position, EVERY), blocks) * EVERY
-        self.rows = pl.ds(first, EVERY)
-        self.plgpu.copy_gmem_to_smem(self.keys.at[slot, self.key_head, self.rows], key_rows, arrived)
+        rows = pl.ds(jax.lax.rem(jax.lax.div(position, EVERY), blocks) * EVERY, EVERY)
+        loads = [
+            (self.state.at[slot, self.head, self.channels], self.memory.state),
+            (self.keys.at[slot, self.key_head, rows], self.memory.keys),
+            (self.values.at[slot, self.head, self.channels, rows], self.memory.values),
+        ]
+        if nodes is not None:
+            of_key_head, of_head = (self.sequence, self.key_head), (self.sequence, self.head)
+            loads += [
+                (nodes.keys.at[of_key_head], self.memory.node_keys),
+                (nodes.queries.at[of_key_head], self.memory.node_queries),
+                (nodes.weights.at[of_head], self.memory.weights),
+                (nodes.scores.at[of_head], self.memory.scores),
+            ]
+        for source, target in loads:
+            self.plgpu.copy_gmem_to_smem(source, target, self.memory.arrived)
 
-    def newest(self, slot, key_rows):
-        """Returns the state at the newest of the records."""
-        state = self.load(self.state.at[slot, self.head, self.channels])
-        after = self.per_column(self.after.at[self.batch, self.head])
-        values = self.load(self.values.at[slot, self.head, self.channels, self.rows]).astype(jnp.float32)
-        values = jnp.where(after > 0, values, 0.0) * after
-        return state * self.total[self.batch, self.head] + self.product(values, key_rows, is_transposed=False)
+    def behind(self):
+        """Returns the decays behind the records, as factors of their columns and of the state."""
+        place = self.sequence, self.head
+        return self.per_column(self.after.at[place]), self.total[place]
 
-    def substituted(self, state, node_keys, node_queries, nodes):
-        """Returns the corrected values and the outputs of nodes behind a state, [`ROWS`, nodes]."""
-        place = self.batch, self.head
-        seen = self.product(state, node_keys, is_transposed=True)
-        read = self.product(state, node_queries, is_transposed=True)
-        rest = self.load(nodes.wanted.at[self.place[:3]]) - seen * self.per_column(nodes.key_scales.at[place])
-        outputs = read * self.per_column(nodes.query_scales.at[place])
-        index, dtype = self.column_index(rest.shape), node_keys.dtype
+    def of_nodes(self, nodes):
+        """Returns the values wanted of nodes, and the scales of what their keys and queries read."""
+        scales = (self.per_column(of.at[self.sequence, self.head]) for of in (nodes.key_scales, nodes.query_scales))
+        return self.load(nodes.wanted.at[self.place[:3]]), *scales
+
+    def records(self, behind):
+        """Returns the values of the records times the decays behind them, as two parts, and the decay of the state."""
+        after, total = behind
+        values = self.read(self.memory.values).astype(jnp.float32)
+        return self.parts(jnp.where(after > 0, values, 0.0) * after), total
+
+    def column_blocks(self):
+        """Returns the columns of the state, as many at a time as registers hold."""
+        return [pl.ds(first, COLUMNS) for first in range(0, self.state.shape[3], COLUMNS)]
+
+    def newest(self, records, columns):
+        """Returns some columns of the state at the newest of the records."""
+        values, total = records
+        state = self.read(self.memory.state.at[:, columns])
+        return state * total + self.product(values, self.memory.keys.at[:, columns])
+
+    def seen_and_read(self, records):
+        """Returns the products of the newest state with the keys and with the queries of nodes, [`ROWS`, nodes]."""
+        targets = self.memory.node_keys, self.memory.node_queries
+        if self.interpret:  # the interpreter has no `wgmma` with an operand in registers
+            state = [(self.parts(self.newest(records, columns)), columns) for columns in self.column_blocks()]
+            return [sum(self.dot(parts, of[:, columns].T) for parts, columns in state) for of in targets]
+
+        def run(*sums):
+            for columns in self.column_blocks():
+                parts = self.parts(self.newest(records, columns))
+                for total, of in zip(sums, targets, strict=True):
+                    for part in parts:
+                        self.plgpu.wgmma(total, part, of.at[:, columns].T)
+                self.plgpu.wgmma_wait(0)
+            return [total[...] for total in sums]
+
+        return pl.run_scoped(run, *[self.plgpu.ACC((ROWS, targets[0].shape[0]), jnp.float32)] * 2)
+
+    def substituted(self, seen, read, wanted, key_scales, query_scales):
+        """Returns the corrected values and the outputs of nodes, [`ROWS`, nodes]."""
+        rest, outputs = wanted - seen * key_scales, read * query_scales
+        index, dtype = self.column_index(rest.shape), self.keys.dtype
 
         def take(node, carry):
             rest, outputs = carry
             value = jnp.sum(jnp.where(index == node, rest, 0.0), axis=1).astype(dtype).astype(jnp.float32)
             value = jax.lax.broadcast_in_dim(value, rest.shape, [0])
-            weights, scores = (self.per_column(of.at[(*place, node)]) for of in (nodes.weights, nodes.scores))
+            weights, scores = (self.per_column(of.at[node]) for of in (self.memory.weights, self.memory.scores))
             return rest - value * weights, outputs + value * scores
 
         rest, outputs = jax.lax.fori_loop(0, rest.shape[1], take, (rest, outputs))
         return rest.astype(dtype).astype(jnp.float32), outputs
 
     def load(self, ref, layout=None):
-        """Loads an array from global memory into registers."""
+        """Loads an array from global memory, or a vector from any memory, into registers."""
         if self.interpret:
             return ref[...]
         return self.plgpu.load(ref, layout=layout or self.layout, optimized=False)
+
+    def read(self, ref):
+        """Reads an array in shared memory into registers."""
+        return ref[...] if self.interpret else self.plgpu.load(ref, layout=self.layout)
 
     def per_column(self, ref):
         """Loads a value for each column, [`ROWS`, n]."""
@@ -222,19 +292,22 @@ class _Cta:
             return jax.lax.broadcasted_iota(jnp.int32, shape, 1)
         return self.plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=self.layout)
 
-    def product(self, a, b_ref, *, is_transposed):
-        """Returns a @ b, or a @ b^T, of a in registers as high and low parts, and b in shared memory."""
-        dtype, b_ref = b_ref.dtype, b_ref.T if is_transposed and not self.interpret else b_ref
-        high = a.astype(dtype)
-        low = (a - high.astype(jnp.float32)).astype(dtype)
-        if self.interpret:  # the interpreter has no `wgmma` with an operand in registers
-            b = b_ref[...].astype(jnp.float32)
-            b = b.T if is_transposed else b
-            return sum(jnp.dot(part.astype(jnp.float32), b, precision="highest") for part in (high, low))
+    def parts(self, array):
+        """Returns a float32 array as two arrays of the dtype of records, high and low."""
+        high = array.astype(self.keys.dtype)
+        return high, (array - high.astype(jnp.float32)).astype(self.keys.dtype)
+
+    def dot(self, parts, b):
+        return sum(jnp.dot(part.astype(jnp.float32), b.astype(jnp.float32), precision="highest") for part in parts)
+
+    def product(self, parts, b_ref):
+        """Returns the product of an array in registers, as two parts, and of one in shared memory."""
+        if self.interpret:
+            return self.dot(parts, b_ref[...])
 
         def run(sums):
-            self.plgpu.wgmma(sums, high, b_ref)
-            self.plgpu.wgmma(sums, low, b_ref)
+            for part in parts:
+                self.plgpu.wgmma(sums, part, b_ref)
             self.plgpu.wgmma_wait(0)
             return sums[...]
 
