@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.layers.hopper import HEIGHT as ROWS
 from pallas_kernels.recurrent.record_ring import RecordRing
@@ -27,31 +27,34 @@ UNIT = 8  # nodes are padded to a multiple
 COLUMNS = 32  # columns of the state that are in registers at a time
 
 
-class Behind(NamedTuple):
-    """The decays behind the records of one block of `EVERY` positions, as factors."""
+def behind_of(
+    decays: Float[Array, "batch heads every"], exists: Bool[Array, "#batch #heads #every"]
+) -> Float[Array, "batch heads every1"]:
+    """Return the decays behind the records of one block of `EVERY` positions, as factors.
 
-    after: Float[Array, "batch heads every"]  # of the tokens behind each record; 0: the record is not read
-    total: Float[Array, "batch heads"]  # of all records
+    Args:
+        decays: log decays of the records.
+        exists: which of the records are read.
 
-    @classmethod
-    def of(cls, decays: Float[Array, "batch heads every"], exists: Array) -> Behind:
-        """Return the factors of log decays, of which some do not exist."""
-        decays = jnp.where(exists, decays, 0)
-        is_behind = ~jnp.tri(EVERY, dtype=bool)
-        after = jnp.sum(jnp.where(is_behind, decays[..., None, :], 0), axis=-1)
-        return cls(jnp.where(exists, jnp.exp(after), 0), jnp.exp(jnp.sum(decays, axis=-1)))
+    Returns:
+        The factor of each record, 0 for one that is not read, and last that of the state before all of them.
+    """
+    decays = jnp.where(exists, decays, 0)
+    is_behind = jnp.concatenate([~jnp.tri(EVERY, dtype=bool), jnp.ones((1, EVERY), bool)])
+    factors = jnp.exp(jnp.sum(jnp.where(is_behind, decays[..., None, :], 0), axis=-1))
+    is_read = jnp.pad(jnp.broadcast_to(exists, decays.shape), ((0, 0), (0, 0), (0, 1)), constant_values=True)
+    return jnp.where(is_read, factors, 0)
 
 
 class Nodes(NamedTuple):
-    """The new tokens of a round; their number is a multiple of `UNIT`, and padding is zeros."""
+    """The new tokens of a round, padded with zeros to a multiple of `UNIT`; up to `UNIT` keys and queries are not."""
 
-    keys: Float[Array, "batch key_heads nodes key_dim"]
-    queries: Float[Array, "batch key_heads nodes key_dim"]
+    keys: Float[Array, "batch key_heads tokens key_dim"]
+    queries: Float[Array, "batch key_heads tokens key_dim"]
     wanted: Float[Array, "batch heads value_dim nodes"]  # values times rates, float32
-    key_scales: Float[Array, "batch heads nodes"]  # of what a node's key reads of the state, float32
-    query_scales: Float[Array, "batch heads nodes"]
-    weights: Float[Array, "batch heads nodes nodes"]  # of a node's corrected value in those of later nodes (last axis)
-    scores: Float[Array, "batch heads nodes nodes"]  # and in their outputs
+    # Of each node (last axis): what the corrected value of each node counts in its value and in its output, then the
+    # factors of what its key and its query read of the state; float32.
+    tables: Float[Array, "batch heads rows nodes"]
 
 
 def fold(
@@ -59,7 +62,7 @@ def fold(
     ring: RecordRing,
     slots: Int[Array, "batch"],
     first: Int[Array, "batch"],
-    behind: Behind,
+    behind: Float[Array, "batch heads every1"],
     *,
     interpret: Any = False,
 ) -> States:
@@ -70,27 +73,27 @@ def fold(
         ring: records of all slots, bfloat16.
         slots: distinct slots to advance; those that do not exist are dropped.
         first: position of the first record of each block, a multiple of `EVERY`.
-        behind: decays behind the records.
+        behind: `behind_of` the block.
         interpret: False, or jax's parameters for interpreting the kernel and detecting races.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu  # needs absl: imported only where it is used
 
     def run(refs, memory):
-        state, keys, values, slots, first, after, total = refs
-        cta = _Cta(plgpu, (state, keys, values, after, total), memory, interpret)
+        state, keys, values, slots, first, behind = refs
+        cta = _Cta(plgpu, (state, keys, values, behind), memory, interpret)
         slot = slots[cta.sequence]
 
         @pl.when(slot < state.shape[0])
         def _():
             cta.start(slot, first[cta.sequence])
-            behind = cta.behind()
+            behind = cta.load_behind()
             plgpu.barrier_wait(memory.arrived)
             records = cta.records(behind)
             for columns in cta.column_blocks():
                 state[slot, cta.head, cta.channels, columns] = cta.newest(records, columns)
 
     states = jax.new_ref(state)
-    inputs = states, ring.keys, ring.values, slots, first, *behind
+    inputs = states, ring.keys, ring.values, slots, first, behind
     _call(plgpu, run, "fold_records", state, ring, inputs, (), 0, interpret)
     return jax.freeze(states)
 
@@ -100,7 +103,7 @@ def verify(
     ring: RecordRing,
     slots: Int[Array, "batch"],
     lengths: Int[Array, "batch"],
-    behind: Behind,
+    behind: Float[Array, "batch heads every1"],
     nodes: Nodes,
     *,
     interpret: Any = False,
@@ -112,25 +115,25 @@ def verify(
         ring: records of all slots, bfloat16.
         slots: slot of each sequence; the results of one that does not exist are undefined.
         lengths: number of committed tokens.
-        behind: decays behind the records of the committed tokens behind the state.
+        behind: `behind_of` the committed tokens behind the state.
         nodes: the new tokens.
         interpret: False, or jax's parameters for interpreting the kernel and detecting races.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu  # needs absl: imported only where it is used
 
     def run(refs, memory):
-        (state, keys, values, slots, lengths, after, total), nodes = refs[:7], Nodes(*refs[7:14])
-        corrected, outputs = refs[14:]
-        cta = _Cta(plgpu, (state, keys, values, after, total), memory, interpret)
+        (state, keys, values, slots, lengths, behind), nodes = refs[:6], Nodes(*refs[6:10])
+        corrected, outputs = refs[10:]
+        cta = _Cta(plgpu, (state, keys, values, behind), memory, interpret)
         cta.start(jnp.minimum(slots[cta.sequence], state.shape[0] - 1), lengths[cta.sequence], nodes)
-        behind, of_nodes = cta.behind(), cta.of_nodes(nodes)
+        behind, wanted = cta.load_behind(), cta.load(nodes.wanted.at[cta.place[:3]])
         plgpu.barrier_wait(memory.arrived)
-        corrected[cta.place], outputs[cta.place] = cta.substituted(*cta.seen_and_read(cta.records(behind)), *of_nodes)
+        corrected[cta.place], outputs[cta.place] = cta.substituted(*cta.seen_and_read(cta.records(behind)), wanted)
 
-    inputs = state, ring.keys, ring.values, slots, lengths, *behind, *nodes
+    inputs = state, ring.keys, ring.values, slots, lengths, behind, *nodes
     result = jax.ShapeDtypeStruct(nodes.wanted.shape, jnp.float32)
     corrected, outputs = _call(
-        plgpu, run, "gated_delta", state, ring, inputs, (result, result), nodes.keys.shape[2], interpret
+        plgpu, run, "gated_delta", state, ring, inputs, (result, result), nodes.tables.shape[3], interpret
     )
     return outputs, corrected
 
@@ -144,8 +147,7 @@ class _Memory(NamedTuple):
     arrived: Any
     node_keys: Any = None  # [nodes, key_dim]
     node_queries: Any = None
-    weights: Any = None  # [nodes, nodes]
-    scores: Any = None
+    tables: Any = None  # [2 nodes + 2, nodes]
 
 
 def _call(plgpu, run, name, state, ring, inputs, results, nodes, interpret):
@@ -156,7 +158,7 @@ def _call(plgpu, run, name, state, ring, inputs, results, nodes, interpret):
         swizzle = plgpu.SwizzleTransform(inner * jnp.dtype(dtype).itemsize)
         return plgpu.SMEM((rows, columns), dtype, transforms=(plgpu.TilingTransform((8, inner)), swizzle))
 
-    of_nodes = [memory(nodes, key_dim, 32)] * 2 + [plgpu.SMEM((nodes, nodes), jnp.float32)] * 2 if nodes else []
+    of_nodes = [memory(nodes, key_dim, 32)] * 2 + [plgpu.SMEM((2 * nodes + 2, nodes), jnp.float32)] if nodes else []
 
     def entry(*refs):
         pl.run_scoped(
@@ -187,7 +189,7 @@ class _Cta:
 
     def __init__(self, plgpu, refs, memory, interpret):
         self.plgpu, self.layout, self.memory, self.interpret = plgpu, plgpu.Layout.WGMMA, memory, interpret
-        self.state, self.keys, self.values, self.after, self.total = refs
+        self.state, self.keys, self.values, self.behind = refs
         part, self.head, self.sequence = (jax.lax.axis_index(name) for name in ("part", "head", "sequence"))
         self.key_head = jax.lax.div(self.head, self.state.shape[1] // self.keys.shape[1])
         self.channels = pl.ds(part * ROWS, ROWS)
@@ -203,25 +205,20 @@ class _Cta:
             (self.values.at[slot, self.head, self.channels, rows], self.memory.values),
         ]
         if nodes is not None:
-            of_key_head, of_head = (self.sequence, self.key_head), (self.sequence, self.head)
+            first = jnp.minimum(position, 0) * UNIT  # not constant: rows past the last one are read as zeros
+            count = pl.ds(first, nodes.tables.shape[3])
             loads += [
-                (nodes.keys.at[of_key_head], self.memory.node_keys),
-                (nodes.queries.at[of_key_head], self.memory.node_queries),
-                (nodes.weights.at[of_head], self.memory.weights),
-                (nodes.scores.at[of_head], self.memory.scores),
+                (nodes.keys.at[self.sequence, self.key_head, count], self.memory.node_keys),
+                (nodes.queries.at[self.sequence, self.key_head, count], self.memory.node_queries),
+                (nodes.tables.at[self.sequence, self.head], self.memory.tables),
             ]
         for source, target in loads:
             self.plgpu.copy_gmem_to_smem(source, target, self.memory.arrived)
 
-    def behind(self):
-        """Returns the decays behind the records, as factors of their columns and of the state."""
+    def load_behind(self):
+        """Returns the decays behind the records, as factors of columns, and that of the state."""
         place = self.sequence, self.head
-        return self.per_column(self.after.at[place]), self.total[place]
-
-    def of_nodes(self, nodes):
-        """Returns the values wanted of nodes, and the scales of what their keys and queries read."""
-        scales = (self.per_column(of.at[self.sequence, self.head]) for of in (nodes.key_scales, nodes.query_scales))
-        return self.load(nodes.wanted.at[self.place[:3]]), *scales
+        return self.per_column(self.behind.at[(*place, pl.ds(0, EVERY))]), self.behind[(*place, EVERY)]
 
     def records(self, behind):
         """Returns the values of the records times the decays behind them, as two parts, and the decay of the state."""
@@ -257,19 +254,19 @@ class _Cta:
 
         return pl.run_scoped(run, *[self.plgpu.ACC((ROWS, targets[0].shape[0]), jnp.float32)] * 2)
 
-    def substituted(self, seen, read, wanted, key_scales, query_scales):
+    def substituted(self, seen, read, wanted):
         """Returns the corrected values and the outputs of nodes, [`ROWS`, nodes]."""
-        rest, outputs = wanted - seen * key_scales, read * query_scales
+        nodes, row = wanted.shape[1], lambda index: self.per_column(self.memory.tables.at[index])
+        rest, outputs = wanted - seen * row(2 * nodes), read * row(2 * nodes + 1)
         index, dtype = self.column_index(rest.shape), self.keys.dtype
 
         def take(node, carry):
             rest, outputs = carry
             value = jnp.sum(jnp.where(index == node, rest, 0.0), axis=1).astype(dtype).astype(jnp.float32)
             value = jax.lax.broadcast_in_dim(value, rest.shape, [0])
-            weights, scores = (self.per_column(of.at[node]) for of in (self.memory.weights, self.memory.scores))
-            return rest - value * weights, outputs + value * scores
+            return rest - value * row(node), outputs + value * row(nodes + node)
 
-        rest, outputs = jax.lax.fori_loop(0, rest.shape[1], take, (rest, outputs))
+        rest, outputs = jax.lax.fori_loop(0, nodes, take, (rest, outputs))
         return rest.astype(dtype).astype(jnp.float32), outputs
 
     def load(self, ref, layout=None):

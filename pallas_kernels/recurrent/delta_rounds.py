@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.layers.hopper import HEIGHT, choose_compiled, multiprocessors
 from pallas_kernels.recurrent import delta_kernel, gated_delta
-from pallas_kernels.recurrent.delta_kernel import MOST_NODES, UNIT, Behind, Nodes
+from pallas_kernels.recurrent.delta_kernel import MOST_NODES, UNIT, Nodes, behind_of
 from pallas_kernels.recurrent.record_ring import RecordRing, states_of
 from pallas_kernels.recurrent.records import EVERY, DeltaTokens, Records, States
 
@@ -89,19 +90,21 @@ def _has_kernel(ring: RecordRing) -> bool:
 
 def _fold(state: States, ring: RecordRing, slots: Array, first: Array, *, interpret: Any) -> States:
     decays = ring.decays_at(slots, first[:, None] + jnp.arange(EVERY))
-    return delta_kernel.fold(state, ring, slots, first, Behind.of(decays, jnp.bool_(True)), interpret=interpret)
+    return delta_kernel.fold(state, ring, slots, first, behind_of(decays, jnp.bool_(True)), interpret=interpret)
 
 
 def _verify(
     state: States, ring: RecordRing, slots: Array, lengths: Array, new: DeltaTokens, seen: Array, *, interpret: Any
 ) -> tuple[Array, Records]:
     position = lengths[:, None] // EVERY * EVERY + jnp.arange(EVERY)
-    behind = Behind.of(ring.decays_at(slots, position), (position < lengths[:, None])[:, None])
+    behind = behind_of(ring.decays_at(slots, position), (position < lengths[:, None])[:, None])
     nodes = nodes_of(new, seen)
     outputs, corrected = delta_kernel.verify(state, ring, slots, lengths, behind, nodes, interpret=interpret)
+    # Rows are written after the kernel has read the ring: else the ring is copied.
+    outputs, corrected, keys, decays = jax.lax.optimization_barrier((outputs, corrected, new.keys, new.decays))
     count = new.decays.shape[2]
     outputs, corrected = (jnp.swapaxes(of[..., :count], 2, 3) for of in (outputs, corrected))
-    return outputs, Records(new.keys, corrected.astype(new.values.dtype), new.decays)
+    return outputs, Records(keys, corrected.astype(new.values.dtype), decays)
 
 
 def nodes_of(new: DeltaTokens, seen: Bool[Array, "batch tokens tokens"]) -> Nodes:
@@ -111,14 +114,15 @@ def nodes_of(new: DeltaTokens, seen: Bool[Array, "batch tokens tokens"]) -> Node
     def padded(array: Array, *axes: int) -> Array:
         return jnp.pad(array, [(0, more if axis in axes else 0) for axis in range(array.ndim)])
 
-    pairs = gated_delta.pairs_of(new, seen)
+    def products(keys: Array, rows: Array) -> Array:  # not a dot, so that one fusion makes the tables
+        return jnp.sum(keys[:, :, None].astype(jnp.float32) * rows[:, :, :, None].astype(jnp.float32), axis=-1)
+
+    weights, scores = (jnp.swapaxes(of, 2, 3) for of in gated_delta.pairs_of(new, seen, products))
     scales = jnp.exp(gated_delta.path_decays(new.decays, seen))
+    rows = jnp.stack([new.rates * scales, scales], axis=2)
+    tables = jnp.concatenate([padded(weights, 2, 3), padded(scores, 2, 3), padded(rows, 3)], axis=2)
     wanted = jnp.swapaxes(new.values.astype(jnp.float32) * new.rates[..., None], 2, 3)
-    return Nodes(
-        padded(new.keys, 2),
-        padded(new.queries, 2),
-        padded(wanted, 3),
-        padded(new.rates * scales, 2),
-        padded(scales, 2),
-        *(padded(jnp.swapaxes(of, 2, 3), 2, 3) for of in pairs),
-    )
+    keys, queries = new.keys, new.queries
+    if keys.shape[2] > UNIT:  # fewer are padded when they are loaded
+        keys, queries = padded(keys, 2), padded(queries, 2)
+    return Nodes(keys, queries, padded(wanted, 3), tables)

@@ -18,6 +18,7 @@ records into the state when there are as many.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -118,20 +119,32 @@ def path_decays(
     decays: Float[Array, "batch heads tokens"], seen: Bool[Array, "batch tokens tokens"]
 ) -> Float[Array, "batch heads tokens"]:
     """Return the sum of the log decays of each token and its ancestors."""
-    return _product("bij,bhj->bhi", seen.astype(jnp.float32), decays)
+    if seen.shape[1] == 1:
+        return decays
+    return jnp.sum(jnp.where(seen[:, None], decays[:, :, None], 0), axis=-1)
 
 
-def pairs_of(new: DeltaTokens, seen: Bool[Array, "batch tokens tokens"]) -> tuple[Array, Array]:
+def products_of(
+    keys: Float[Array, "batch heads tokens dim"], rows: Float[Array, "batch heads tokens dim"]
+) -> Float[Array, "batch heads tokens tokens"]:
+    """Return the products of each row (third axis) with each key (last axis), in float32."""
+    return _product("bhjk,bhik->bhij", keys, rows)
+
+
+def pairs_of(
+    new: DeltaTokens,
+    seen: Bool[Array, "batch tokens tokens"],
+    products: Callable[[Array, Array], Array] = products_of,
+) -> tuple[Array, Array]:
     """Return what the corrected values of a token's ancestors count for it, [batch, heads, tokens, ancestors].
 
     The first array weights them in the token's own value, the second in its output, where its own value counts too.
     """
     heads, count = new.decays.shape[1:]
     between, is_before = jnp.exp(_between(new.decays, seen)), seen & ~jnp.eye(count, dtype=bool)
-    products = (each_head(_product("bhjk,bhik->bhij", new.keys, rows), heads) for rows in (new.keys, new.queries))
     weights, scores = (
-        jnp.where(counts[:, None], between * of_pair, 0)
-        for counts, of_pair in zip((is_before, seen), products, strict=True)
+        jnp.where(counts[:, None], between * each_head(products(new.keys, rows), heads), 0)
+        for counts, rows in ((is_before, new.keys), (seen, new.queries))
     )
     return weights * new.rates[..., None], scores
 
@@ -158,8 +171,8 @@ def _solve(
 def _between(decays: Array, seen: Array) -> Float[Array, "batch heads tokens tokens"]:
     """Return for each token i and its ancestor j the sum of decays on the path behind j to i; 0 for other pairs."""
     behind = seen & ~jnp.eye(seen.shape[1], dtype=bool)  # [m, j]: m is behind j
-    counted = seen[:, :, :, None] & behind[:, None]  # [i, m, j]
-    return _product("bimj,bhm->bhij", counted.astype(jnp.float32), decays)
+    counted = seen[:, :, None] & jnp.swapaxes(behind, 1, 2)[:, None]  # [i, j, m]
+    return jnp.sum(jnp.where(counted[:, None], decays[:, :, None, None], 0), axis=-1)
 
 
 def _behind(decays: Float[Array, "batch heads tokens"]) -> tuple[Array, Array]:
