@@ -131,6 +131,8 @@ def test_bench_command_that_is_gone_names_what_does_the_same(command: str, capsy
         ("acceptance --tree foo", "argument --tree: tree: expected chain:LENGTH"),
         ("step --batch 0", "argument --batch: expected at least 1, got 0"),
         ("step --idle=-1", "argument --idle: expected at least 0, got -1"),
+        ("step --shape tiny:x", "argument --shape: expected one of deepseek-v2-lite, "),
+        ("serve --shape larger", "tiny-moe, or NAME:LAYERS, got larger"),
         ("serve --repeats 0", "argument --repeats: expected at least 1, got 0"),
         ("kernels --heads 1,2", "argument --heads: invalid count value: '1,2'"),
     ],

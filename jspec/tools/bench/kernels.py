@@ -59,7 +59,7 @@ def attention(settings: dict[str, Any]) -> KernelResult:
     """
     batch, rows, context, heads, kv_heads, head_dim, page_size, dtype, kv, how = (settings[name] for name in ATTENTION)
     widths = roofline.Widths(cache=jnp.dtype(kv).itemsize)
-    cost = roofline.attention(GQA(heads, kv_heads, head_dim), batch, rows, context, widths)
+    cost = roofline.mixing(GQA(heads, kv_heads, head_dim), batch, rows, context, widths)
     calls = calls_for(cost.bytes)
     columns = math.ceil((context + rows) / page_size)
     shape = (batch * columns + 1, kv_heads, page_size, head_dim)

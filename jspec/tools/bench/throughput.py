@@ -142,7 +142,7 @@ def measure(case: ThroughputCase, target: Model, head: EagleHead | None) -> Thro
         tokens_per_second=rows * case.tokens / median,
         milliseconds=median / steps * 1e3,
         spread=(max(seconds) - min(seconds)) / steps * 1e3,
-        floor=step.floor_milliseconds(midway),
+        floor=step.floor_milliseconds(midway, 1 + math.fsum(case.rates)),
         milliseconds_per_token=median / case.tokens * 1e3,
         stated_length=1 + math.fsum(case.rates),
         length=float(np.mean(seen.accept_len[active] + 1)),
