@@ -137,7 +137,7 @@ MODEL_OPTIONS = (
     IMPLEMENTATION,
 )
 POINT_OPTIONS = (
-    option("--context", type=counts, default=[1024], metavar="1024", help="committed tokens of a row"),
+    option("--context", type=counts, default=[1024], metavar="1024", help="committed tokens of a row or sequence"),
     option("--page-size", type=counts, default=[16], metavar="16", help="tokens of a cache page"),
 )
 KERNELS = (
@@ -145,8 +145,7 @@ KERNELS = (
     option("--shape", choices=DENSE, help=f"model sizes; {DEFAULT_SHAPE}"),
     option("--rows", type=counts, default="1,5", metavar="1,5", help="rows of a product, new tokens a sequence"),
     option("--batch", type=counts, default="1,8,32,64", metavar="1,8", help="sequences in attention"),
-    option("--context", type=counts, default=[1024], metavar="1024", help="committed tokens of a sequence"),
-    option("--page-size", type=counts, default=[16], metavar="16", help="tokens of a cache page"),
+    *POINT_OPTIONS,
     option("--head-dim", type=counts, metavar="64,128", help="channels of a head; default: the shape's"),
     option("--heads", type=count, help="query heads; default: the shape's"),
     option("--kv-heads", type=count, help="key and value heads; default: the shape's"),
@@ -180,7 +179,6 @@ THROUGHPUT = (
     *MODEL_OPTIONS,
     *POINT_OPTIONS,
     option("--tokens", type=count, default=ROW_TOKENS, help="tokens that each row emits"),
-    option("--length", type=float, help="stated mean acceptance length of every tree; default: by --positions"),
     option("--positions", type=_rates, default=".75,.55,.42,.31", help="share of the steps that accept each position"),
     option("--seed", type=int, default=0, help="seed of the acceptance"),
 )

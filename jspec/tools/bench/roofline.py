@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 
 import jax
 
@@ -98,25 +96,31 @@ def verify_costs(
         rows: number of rows of the matrix products; None: those of all nodes.
         tokens: number of tokens that a pass commits for each row, on average.
     """
-    rows = batch * nodes if rows is None else rows
-    costs = [matmul("head", rows, c.vocab_size, c.hidden_size, widths)]
-    for layer in c.layers:
-        costs += product_costs(layer, c.hidden_size, rows, widths)
-        costs.append(mixing(layer.mixer, batch, nodes, context, widths, tokens=tokens))
-    return costs
+    point = batch, nodes, context, widths
+    costs = [cost for layer in c.layers for cost in layer_costs(layer, c.hidden_size, *point, rows=rows, tokens=tokens)]
+    return [*costs, matmul("head", rows or batch * nodes, c.vocab_size, c.hidden_size, widths)]
 
 
-def product_costs(layer: LayerConfig, hidden: int, rows: int, widths: Widths) -> list[Cost]:
-    """Return the costs of a layer's weights; of experts, those that random choices hit on average are read.
+def layer_costs(
+    layer: LayerConfig,
+    hidden: int,
+    batch: int,
+    nodes: int,
+    context: int,
+    widths: Widths,
+    *,
+    rows: int | None = None,
+    inputs: int | None = None,
+    tokens: float = 1.0,
+) -> list[Cost]:
+    """Return the costs of a layer's kernels; of experts, those that random choices hit on average are read.
 
-    Args:
-        layer: config of the layer.
-        hidden: number of channels of the residual stream.
-        rows: number of rows, each of which chooses its experts independently of the others.
-        widths: bytes of values.
+    The arguments are those of `verify_costs`, and the numbers of channels of the residual stream and of the mixer's
+    input; ``inputs`` of None: those of the residual stream.
     """
-    costs = []
-    for name, spec in layer_params(layer, hidden, hidden).items():
+    rows = batch * nodes if rows is None else rows
+    costs = [mixing(layer.mixer, batch, nodes, context, widths, tokens=tokens)]
+    for name, spec in layer_params(layer, hidden, inputs or hidden).items():
         if len(spec.shape) == 2 and not name.endswith("bias"):
             costs.append(matmul(name, rows, *spec.shape, widths=widths))
         elif len(spec.shape) == 3:
@@ -128,70 +132,52 @@ def product_costs(layer: LayerConfig, hidden: int, rows: int, widths: Widths) ->
     return costs
 
 
-def block_products(c: ModelConfig | HeadConfig | DFlashConfig, inputs: int) -> dict[str, tuple[int, int]]:
-    """Return the sizes (out, inner) of a layer's products by name; ``inputs`` is the inner size of QKV."""
-    return {
-        "qkv": ((c.num_heads + 2 * c.num_kv_heads) * c.head_dim, inputs),
-        "o": (c.hidden_size, c.num_heads * c.head_dim),
-        "gate_up": (2 * c.intermediate_size, c.hidden_size),
-        "down": (c.hidden_size, c.intermediate_size),
-    }
-
-
-def _block(c: ModelConfig | HeadConfig | DFlashConfig, product: Callable[..., Cost], inputs: int) -> list[Cost]:
-    return [product(name, out=out, inner=inner) for name, (out, inner) in block_products(c, inputs).items()]
-
-
 def head_costs(c: HeadConfig, batch: int, tree: Tree, context: int, widths: Widths = BF16) -> list[Cost]:
-    """Return the costs of the kernels of a head that drafts a tree."""
+    """Return the costs of the kernels of a head that fuses features of the target's newest tokens and drafts a tree."""
+    features = c.num_features * c.target_hidden_size
+    fc = matmul("fc", batch * (tree.depth + 1), c.hidden_size, features, widths)
     match c:
         case DFlashConfig():
-            return block_costs(c, batch, tree, context, widths)
+            return [fc, *block_costs(c, batch, tree, context, widths)]
         case PEagleConfig():
-            return peagle_costs(c, batch, tree, context, widths)
+            return [fc, *peagle_costs(c, batch, tree, context, widths)]
         case _:
-            return eagle3_costs(c, batch, tree, context, widths)
+            return [fc, *eagle3_costs(c, batch, tree, context, widths)]
 
 
-def eagle3_costs(c: HeadConfig, batch: int, tree: Tree, context: int, widths: Widths = BF16) -> list[Cost]:
-    """Return the costs of an EAGLE-3 head's kernels that fuse features and draft a tree."""
+def eagle3_costs(c: HeadConfig, batch: int, tree: Tree, context: int, widths: Widths) -> list[Cost]:
+    """Return the costs of an EAGLE-3 head, which runs once for each level of a tree."""
     if tree.paths is None:
         fed = [1] + [tree.k] * (tree.depth - 1)
     else:
         fed = [len(level.with_children) for level in tree.levels[:-1]]
-    costs = [matmul("fc", batch * (tree.depth + 1), c.hidden_size, 3 * c.target_hidden_size, widths)]
     # The embeddings' half of the projection is precomputed for a reduced draft vocabulary.
-    has_own_vocab = c.draft_vocab_size < c.vocab_size
+    has_own_vocab, costs = c.draft_vocab_size < c.vocab_size, []
     for depth, nodes in enumerate(fed):
-        product = partial(matmul, rows=batch * nodes, widths=widths)
         inputs = c.hidden_size if depth and has_own_vocab else 2 * c.hidden_size
-        costs += [*_block(c, product, inputs), mixing(c.layers[0].mixer, batch, nodes, context, widths)]
-        costs.append(product("head", out=c.draft_vocab_size, inner=c.hidden_size))
+        costs += layer_costs(c.layers[0], c.hidden_size, batch, nodes, context, widths, inputs=inputs)
+        costs.append(matmul("head", batch * nodes, c.draft_vocab_size, c.hidden_size, widths))
     return costs
 
 
-def peagle_costs(c: PEagleConfig, batch: int, tree: Tree, context: int, widths: Widths = BF16) -> list[Cost]:
-    """Return the costs of the kernels of a P-EAGLE head, whose one pass takes a pair for each level of a tree."""
-    costs = [matmul("fc", batch * (tree.depth + 1), c.hidden_size, c.num_features * c.target_hidden_size, widths)]
-    product = partial(matmul, rows=batch * tree.depth, widths=widths)
-    for index, layer in enumerate(c.layers):
-        costs += _block(c, product, c.hidden_size if index else 2 * c.hidden_size)
-        costs.append(mixing(layer.mixer, batch, tree.depth, context, widths))
-    return [*costs, product("head", out=c.draft_vocab_size, inner=c.hidden_size)]
+def peagle_costs(c: PEagleConfig, batch: int, tree: Tree, context: int, widths: Widths) -> list[Cost]:
+    """Return the costs of a P-EAGLE head, whose one pass takes a pair for each level of a tree."""
+    costs = []
+    for inputs, layer in zip([2 * c.hidden_size] + [c.hidden_size] * c.num_layers, c.layers, strict=False):
+        costs += layer_costs(layer, c.hidden_size, batch, tree.depth, context, widths, inputs=inputs)
+    return [*costs, matmul("head", batch * tree.depth, c.draft_vocab_size, c.hidden_size, widths)]
 
 
-def block_costs(c: DFlashConfig, batch: int, tree: Tree, context: int, widths: Widths = BF16) -> list[Cost]:
-    """Return the costs of the kernels of a DFlash or DSpark head that has the target's output head.
+def block_costs(c: DFlashConfig, batch: int, tree: Tree, context: int, widths: Widths) -> list[Cost]:
+    """Return the costs of a DFlash or DSpark head that has the target's output head.
 
     Keys and values of committed tokens come from rows of the QKV projections, whose bytes count once.
     """
-    newest, tokens = batch * (tree.depth + 1), tree.depth + (not c.sample_from_anchor)
-    costs = [matmul("fc", newest, c.hidden_size, c.num_features * c.target_hidden_size, widths)]
+    tokens, costs = tree.depth + (not c.sample_from_anchor), []
     for layer in c.layers:
-        context_product = matmul("context", newest, 2 * layer.gqa.kv_size, c.hidden_size, widths)
+        context_product = matmul("context", batch * (tree.depth + 1), 2 * layer.gqa.kv_size, c.hidden_size, widths)
         costs.append(Cost("context", 0, context_product.flops))
-        costs += _block(c, partial(matmul, rows=batch * tokens, widths=widths), c.hidden_size)
-        costs.append(mixing(layer.mixer, batch, tokens, context, widths))
+        costs += layer_costs(layer, c.hidden_size, batch, tokens, context, widths)
     if isinstance(c, DSparkConfig) and c.markov_rank:
         fed = [1] + [tree.k or 1] * (tree.depth - 1)  # nodes of each level that are followed by others
         costs += [matmul("markov", batch * nodes, c.vocab_size, c.markov_rank, BF16) for nodes in fed]
