@@ -110,9 +110,7 @@ def _module(command: str) -> Any:
 
 
 def _refuse_foreign(words: Sequence[str]) -> None:
-    """End with an error if a command is gone, or `generate`, `chat` or `serve` gets another project's option."""
-    if words[:1] == ["bench"] and (gone := _module("bench").GONE.get(" ".join(words[1:2]))):
-        Parser(prog="jspec bench").error(f"{words[1]} is no command of jspec bench; instead: {gone}")
+    """End with an error if `generate`, `chat` or `serve` gets another project's option."""
     if not words or words[0] not in ("generate", "chat", "serve"):
         return
     parser = Parser(prog=f"jspec {words[0]}")

@@ -17,7 +17,7 @@ from jspec import Tree
 from jspec.__main__ import main
 from jspec.models.mlps.mlp_config import Dense
 from jspec.tools.bench import options, random_models, report, step
-from jspec.tools.bench.cli import COMMANDS, GONE
+from jspec.tools.bench.cli import COMMANDS
 from jspec.tools.bench.inflate.grow import GrownSizes
 from jspec.tools.bench.report import Column, Report
 from jspec.tools.command_line import make_parser
@@ -116,14 +116,6 @@ def test_bench_option_of_every_command_has_help_with_its_default(command: str) -
             assert "default: " in parser._get_formatter()._get_help_string(option), option
 
 
-@pytest.mark.parametrize("command", ["eval", "startup"])
-def test_bench_command_that_is_gone_names_what_does_the_same(command: str, capsys: pytest.CaptureFixture) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["bench", command, "gsm8k", "--shots", "5"])
-    error = capsys.readouterr().err
-    assert f"{command} is no command of jspec bench; instead: {GONE[command]}" in error and error.count("\n") == 1
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -131,6 +123,8 @@ def test_bench_command_that_is_gone_names_what_does_the_same(command: str, capsy
         ("acceptance --tree foo", "argument --tree: tree: expected chain:LENGTH"),
         ("step --batch 0", "argument --batch: expected at least 1, got 0"),
         ("step --idle=-1", "argument --idle: expected at least 0, got -1"),
+        ("step --shape tiny:x", "argument --shape: expected one of deepseek-v2-lite, "),
+        ("serve --shape larger", "tiny-moe, or NAME:LAYERS, got larger"),
         ("serve --repeats 0", "argument --repeats: expected at least 1, got 0"),
         ("kernels --heads 1,2", "argument --heads: invalid count value: '1,2'"),
     ],

@@ -16,6 +16,7 @@ from jspec.__main__ import main
 from jspec.draft.dflash_head import dflash_params
 from jspec.draft.eagle_head import EagleHead, head_params
 from jspec.models.decoder import Model
+from jspec.models.mixers.short_conv import ShortConv
 from jspec.models.parts.param_spec import ParamSpec
 from jspec.models.weights.params import model_params
 from jspec.step.program import init_state
@@ -157,6 +158,81 @@ def test_least_flops_of_a_step_with_a_budget_are_those_of_its_rows() -> None:
     whole, some = (roofline.verify_costs(target, 32, 5, 1024, rows=rows) for rows in (None, 32 * 3))
     ratios = {cost.name: own.flops / cost.flops for cost, own in zip(whole, some, strict=True)}
     assert ratios.pop("attention") == 1 and set(ratios.values()) == {0.6}
+
+
+MIB = 2.0**20
+
+
+@pytest.mark.parametrize(
+    ("shape", "states", "record", "row", "nodes", "tokens", "gigabytes"),
+    [
+        ("qwen3.8-27b", 144, 777, 960, 1, 1, 0.173),
+        ("qwen3.8-27b", 144, 777, 960, 5, 3, 0.189),
+        ("qwen3.8-27b", 144, 777, 960, 48, 4.5, 0.273),
+        ("qwen3.5-35b-a3b", 60, 363.75, 480, 1, 1, 0.0731),
+    ],
+)
+def test_least_bytes_of_gated_delta_nets_are_their_states_records_and_inputs(
+    shape: str, states: float, record: float, row: float, nodes: int, tokens: float, gigabytes: float
+) -> None:
+    """Each head has a state of 128 x 128 in float32; ``states`` has MiB, ``record`` and ``row`` have KiB of a token.
+
+    A record has keys and values in two bytes each and a decay in four, an input the queries, keys and values.
+    """
+    target = random_models.TARGETS[shape]
+    costs = [cost for cost in roofline.verify_costs(target, 8, nodes, 1024, tokens=tokens) if "delta" in cost.name]
+    assert len(costs) == target.num_layers * 3 // 4
+    by_hand = states * MIB * (1 + tokens / 32) + 1024 * (record * (15.5 + nodes) + row * (nodes + 3))
+    assert sum(cost.bytes for cost in costs) == pytest.approx(8 * by_hand, rel=1e-6)
+    assert by_hand == pytest.approx(gigabytes * 1e9, rel=5e-3)
+
+
+def test_least_bytes_of_a_short_convolution_are_its_inputs() -> None:
+    """The inputs of 4 nodes are written and those of 2 tokens before them read, each of 64 channels in two bytes."""
+    cost = roofline.mixing(ShortConv(64, 3), 8, 4, 1024, roofline.BF16)
+    assert (cost.name, cost.bytes, cost.flops) == ("short convolution", 8 * 6 * 64 * 2, 0)
+
+
+@pytest.mark.parametrize("shape", ["qwen3.8-27b", "qwen3.5-35b-a3b", "deepseek-v2-lite", "gpt-oss-20b"])
+def test_floor_of_many_rows_reads_every_matrix_of_a_shape(shape: str) -> None:
+    """So many rows choose every expert; the embedding alone is not read."""
+    target = random_models.TARGETS[shape]
+    stored = {name: math.prod(spec.shape) for name, spec in model_params(target).items() if len(spec.shape) > 1}
+    expected = sum(size for name, size in stored.items() if name != "embed" and not name.endswith("bias"))
+    costs = roofline.verify_costs(target, 4096, 5, 1024)
+    names = {name.rpartition(".")[2] for name in stored} - {"embed"}
+    read = sum(cost.bytes for cost in costs if cost.name in names)
+    assert read == pytest.approx(2 * expected, rel=1e-6)
+
+
+def test_step_command_measures_the_first_layers_of_a_hybrid(few_groups: None, capsys: pytest.CaptureFixture) -> None:
+    words = ["--shape", "tiny-hybrid:7", "--dtype", "float32", "--batch", "2", "--context", "40"]
+    assert main(["bench", "step", *words, "--tree", "none", "chain:4", "topk:8,3,2"]) == 0
+    *_, plain, chain, topk = capsys.readouterr().out.splitlines()
+    assert [row.split()[:4:3] for row in (plain, chain, topk)] == [
+        ["tiny-hybrid:7", tree] for tree in ("none", "chain:4", "topk:8,3,2")
+    ]
+
+
+def test_layers_of_a_shape_are_its_first_ones() -> None:
+    whole, cut = (random_models.target_config(f"tiny-hybrid{end}") for end in ("", ":5"))
+    assert cut.layers == whole.layers[:5] and len(whole.layers) == 8
+    with pytest.raises(ValueError, match="expected 1 to 8 layers of tiny-hybrid, got 9"):
+        random_models.target_config("tiny-hybrid:9")
+
+
+def test_state_of_a_hybrid_for_timing_has_decays_below_one_and_answers_without_nan() -> None:
+    case = step.StepCase("tiny-hybrid:7", 2, 40, Tree.chain(3), dtype="float32")
+    target, head = random_models.random_target(case.shape, "float32"), random_models.random_head(case.shape, "float32")
+    program, params, pool = step.build(case, target, head)
+    state = step.filled_state(init_state(program, params, pool), case)
+    delta = state.target[0]
+    assert delta.rows == 64 and delta.inputs.inputs.shape[1] == 4 + 3, "rows for the 4 nodes of a round"
+    assert np.max(delta.records.decays) < 0 and 0.05 < np.std(delta.state) < 0.2
+    executable = step.compile_step(program, params, state, case.batch)
+    for _ in range(3):
+        state, _ = executable(params, state, step.jnp.arange(case.batch))
+    assert all(np.isfinite(values).all() for values in step.jax.tree.leaves(state.target))
 
 
 def test_step_command_with_draft_quantize_quantises_only_the_head(

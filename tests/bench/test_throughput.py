@@ -226,17 +226,13 @@ def test_random_accepted_counts_follow_the_rates_until_every_row_has_its_tokens(
 def test_acceptance_rates_have_the_stated_mean_length() -> None:
     rates_of = throughput.rates_of
     assert [1 + sum(RATES[:k]) for k in range(5)] == pytest.approx([1, 1.75, 2.30, 2.72, 3.03])
-    assert rates_of(Tree.chain(4), RATES, 2.5) == (1, 0.5, 0, 0)
-    assert rates_of(Tree.chain(2), RATES, 3) == (1, 1)
-    assert rates_of(None, RATES, 2.5) == rates_of(None, RATES) == ()
+    assert rates_of(None, RATES) == ()
     assert rates_of(Tree.static([(0,), (1,), (0, 0)]), RATES) == RATES[:2]
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--tree chain:2 --length 3.5", "length: expected 1 to 3 tokens a step of chain:2, got 3.5"),
-        ("--tree chain:2 --length 0.5", "expected 1 to 3"),
         ("--tree chain:2 --positions .5", "expected 2 for chain:2, got 1"),
         ("--tree chain:2 --positions .5,.6", "never rise"),
         ("--tree chain:2 --positions 1.5,.6", "from 0 to 1"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import numpy as np
 import pytest
 
 from jspec import DraftModel, Engine, SamplingParams, Suffix, Tree
+from jspec.engine.request.request import Request
+from jspec.engine.schedule.scheduler import Piece, Scheduler
 from jspec.engine.schedule.sizes import RoundSize
 from jspec.models.decoder import Model
 from jspec.models.mixers.gated_delta import GatedDelta
@@ -18,6 +21,7 @@ from jspec.models.parts.delta_state import DeltaState
 from jspec.models.weights.params import model_params, random_weights
 from jspec.step.executables import warn_of_slow_layers
 from jspec.step.program import Params
+from pallas_kernels.recurrent.records import EVERY
 from tests.support import engines, tiny
 from tests.support.recordings import recording
 
@@ -100,6 +104,40 @@ def test_requests_begin_at_the_longest_kept_state_of_their_text(hybrid: Recorded
         assert engine.memory_plan.states == 3 * (3 * slot + 8 * copy)
         metrics = engine.metrics
         assert (metrics.num_state_hits, metrics.num_states_evicted, metrics.states_kept) == (3, 0, 6)
+
+
+def test_a_preempted_request_goes_on_at_its_newest_state(hybrid: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three answers of 64 tokens need more pages than there are; the tokens that a prefill computes are counted."""
+    target, prompts, expected = hybrid
+    plan_piece, counts = Scheduler._plan_piece, list[int]()
+
+    def counted(scheduler: Scheduler, request: Request, count: int) -> Piece:
+        counts.append(count)
+        return plan_piece(scheduler, request, count)
+
+    monkeypatch.setattr(Scheduler, "_plan_piece", counted)
+    computed = []
+    for keeps in (True, False):
+        with monkeypatch.context() as patch, engines.make(target, drafter=TREE, **OPTIONS) as engine:
+            if not keeps:
+                patch.setattr(Scheduler, "_preempt", without_states(Scheduler._preempt))
+            counts.clear()
+            assert tokens_of(engine, prompts) == expected
+            assert engine.metrics.num_preemptions > 0
+        computed.append(sum(counts))
+    with_state, without = computed
+    print(f"{with_state} tokens computed in prefills, {without} without states of preempted requests")
+    least = sum(map(len, prompts))
+    assert least < with_state < without - EVERY
+
+
+def without_states(preempt: Callable[[Scheduler, Request], None]) -> Callable[[Scheduler, Request], None]:
+    def run(scheduler: Scheduler, request: Request) -> None:
+        states, scheduler.states = scheduler.states, None
+        preempt(scheduler, request)
+        scheduler.states = states
+
+    return run
 
 
 def test_a_copy_of_another_state_gives_other_tokens(hybrid: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:

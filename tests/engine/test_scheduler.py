@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from jspec.engine.schedule.scheduler import Plan, PrefillPlan, RoundPlan, Scheduler
+from jspec.engine.schedule.state_pool import StatePool
 from tests.support.scheduling import ROUND_TOKENS, SCRATCH, make_request, make_scheduler
 
 pytestmark = pytest.mark.once
@@ -51,6 +52,38 @@ def test_scheduler_without_free_pages_preempts_the_lowest_priority() -> None:
     assert isinstance(back, PrefillPlan) and back.requests == [second]
     piece = back.pieces[0]
     assert (piece.start, piece.count, piece.root, piece.emits) == (0, 4 + len(had) - 1, had[-1], False)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tokens", "rounds", "start"),
+    [
+        pytest.param(4, 6, 0, 8, id="9 rows"),
+        pytest.param(4, 6, 1, 8, id="9 rows, soon 11 at most"),
+        pytest.param(4, 8, 0, 8, id="11 rows"),
+        pytest.param(4, 8, 1, 4, id="11 rows, soon 13 at most: only the prompt's state is known"),
+        pytest.param(13, 0, 0, 8, id="8 rows of a prompt of 13"),
+    ],
+)
+def test_preempted_request_goes_on_at_its_state_if_no_round_in_flight_may_advance_it(
+    prompt: int, tokens: int, rounds: int, start: int
+) -> None:
+    """States stand at multiples of 4 tokens; a round commits 2 tokens at most."""
+    one = make_scheduler(slots=1, prefix_cache=True)
+    one.states = StatePool(3, 4, 4)
+    request = make_request(1, prompt, 20)
+    one.add(request)
+    one.on_output_read(one.plan())
+    for token in range(tokens):
+        request.output.token_ids.append(token)
+    one.cache_prefix(request, request.rows_committed if tokens else 8)
+    request.state.rounds_in_flight = rounds
+    one._preempt(request)
+    request.state.rounds_in_flight = 0
+    assert request.metrics.num_preemptions == 1 and one.waiting == [request]
+    again = one.plan()
+    assert isinstance(again, PrefillPlan) and again.pieces[0].start == start
+    *_, saved, loaded = again.copies
+    assert (loaded.entry, loaded.position, loaded.is_load) == (saved.entry, start, True) and not saved.is_load
 
 
 def test_scheduler_with_a_waiting_large_request_admits_no_later_small_one() -> None:

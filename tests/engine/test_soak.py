@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -15,6 +15,7 @@ import pytest
 from jspec import Drafter, DraftModel, Eagle3, Engine, SamplingParams, Suffix, Tree
 from jspec.engine.callers.by_hand import ByHand
 from jspec.engine.request.request import Request
+from jspec.models.decoder import Model
 from tests.support import engines, paper, tiny
 
 pytestmark = pytest.mark.once
@@ -120,29 +121,46 @@ def some_controls(rng: np.random.Generator, limit: int) -> dict[str, Any]:
     return {name: value for name, value in every.items() if rng.random() < 0.4}
 
 
-def head() -> Any:
-    return tiny.eagle_head(engines.target(), draft_vocab=12, feature_layers=(0, 1))
+def head(target: Model) -> Any:
+    return tiny.eagle_head(target, draft_vocab=12, feature_layers=(0, 1))
 
 
-DRAFTERS: dict[str, Callable[[], Drafter | None]] = {
-    "eagle3": lambda: Eagle3(head(), Tree.chain(LENGTH)),
-    "tree": lambda: Eagle3(head(), Tree.topk(6, 2, 3)),
-    "draft model": lambda: DraftModel(tiny.model(engines.VOCAB, layers=1, seed=1), Tree.chain(LENGTH)),
-    "suffix": lambda: Suffix(Tree.chain(LENGTH), max_n=3),
+DRAFTERS: dict[str, Callable[[Model], Drafter | None]] = {
+    "eagle3": lambda target: Eagle3(head(target), Tree.chain(LENGTH)),
+    "tree": lambda target: Eagle3(head(target), Tree.topk(6, 2, 3)),
+    "draft model": lambda _: DraftModel(tiny.model(engines.VOCAB, layers=1, seed=1), Tree.chain(LENGTH)),
+    "suffix": lambda _: Suffix(Tree.chain(LENGTH), max_n=3),
 }
 
 
+class TargetKind(NamedTuple):
+    """A target, and the number of tokens with which all prompts begin."""
+
+    make: Callable[[], Model]
+    header: int = 0
+
+
 @cache
-def engine_with(name: str, rounds: int, make: Callable[..., Engine] = engines.make) -> Engine:
+def hybrid() -> Model:
+    return tiny.hybrid(engines.VOCAB)
+
+
+ATTENTION, HYBRID = TargetKind(engines.target), TargetKind(hybrid, header=40)
+
+
+@cache
+def engine_with(
+    name: str, rounds: int, make: Callable[..., Engine] = engines.make, kind: TargetKind = ATTENTION
+) -> Engine:
     """Return an engine with four slots and pages for little more than two long requests."""
     return make(
-        engines.target(),
-        drafter=DRAFTERS[name](),
+        kind.make(),
+        drafter=DRAFTERS[name](kind.make()),
         tokenizer=Letters(),
         slots=4,
-        max_len=MAX_LEN,
+        max_len=MAX_LEN + kind.header,
         page_size=PAGE,
-        pages=31,
+        pages=31 + 2 * kind.header // PAGE,
         buckets=(2, 4),
         prefill_buckets=(8, 32),
         prefill_budget=16,
@@ -151,15 +169,17 @@ def engine_with(name: str, rounds: int, make: Callable[..., Engine] = engines.ma
     )
 
 
-def alone(submissions: list[Submission], make: Callable[..., Engine] = engines.make) -> list[list[list[int]]]:
+def alone(
+    submissions: list[Submission], make: Callable[..., Engine] = engines.make, kind: TargetKind = ATTENTION
+) -> list[list[list[int]]]:
     """Return each request's tokens when it runs alone, by plain decoding without prefix cache."""
     plain = make(
-        engines.target(),
+        kind.make(),
         tokenizer=Letters(),
         slots=1,
-        max_len=MAX_LEN,
+        max_len=MAX_LEN + kind.header,
         buckets=(1,),
-        prefill_buckets=(MAX_LEN,),
+        prefill_buckets=(MAX_LEN + kind.header,),
         prefix_cache=False,
     )
     done = [plain.generate(submission.prompt, submission.params)[0] for submission in submissions]

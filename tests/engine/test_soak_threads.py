@@ -16,7 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -174,14 +174,26 @@ def memory() -> float:
 
 
 @pytest.mark.parametrize(
-    ("make", "seconds"), [(paper.make, 3.0), pytest.param(engines.make, SECONDS, marks=pytest.mark.long)]
+    ("make", "kind", "seconds"),
+    [
+        pytest.param(paper.make, soak.ATTENTION, 3.0, id="paper"),
+        pytest.param(engines.make, soak.ATTENTION, SECONDS, id="attention", marks=pytest.mark.long),
+        pytest.param(engines.make, soak.HYBRID, SECONDS, id="hybrid", marks=pytest.mark.long),
+    ],
 )
 def test_engine_under_threads_tasks_and_faults_returns_right_tokens_and_releases_all(
-    monkeypatch: pytest.MonkeyPatch, compiled: list[str], make: Callable[..., Engine], seconds: float
+    monkeypatch: pytest.MonkeyPatch,
+    compiled: list[str],
+    make: Callable[..., Engine],
+    kind: soak.TargetKind,
+    seconds: float,
 ) -> None:
-    engine = soak.engine_with("eagle3", 1, make)
-    submissions = list(soak.make_submissions(REQUESTS, np.random.default_rng(REQUESTS)))
-    callers = Callers(engine, submissions, soak.alone(submissions, make))
+    engine = soak.engine_with("eagle3", 1, make, kind)
+    rng = np.random.default_rng(REQUESTS)
+    submissions = list(soak.make_submissions(REQUESTS, rng))
+    header = rng.integers(0, engines.VOCAB, kind.header).tolist()
+    submissions = [replace(one, prompt=header + one.prompt) for one in submissions]
+    callers = Callers(engine, submissions, soak.alone(submissions, make, kind))
     for index in range(REQUESTS):  # compiles every program
         callers.complete(index, random.Random(0))
     engine.generate([submission.prompt for submission in submissions], [one.params for one in submissions])
@@ -206,6 +218,7 @@ def test_engine_under_threads_tasks_and_faults_returns_right_tokens_and_releases
     for name, count in sorted(callers.done.items()):
         print(f"  {count:8} {name}")
     print(f"  {metrics.num_preemptions:8} preemptions, {metrics.num_tokens} tokens")
+    print(f"  {metrics.num_state_hits:8} requests began at a kept state, {metrics.num_states_evicted} states evicted")
     print(f"  memory {' '.join(f'{size:.0f}' for size in sizes)} MB")
     assert not callers.faults, "\n".join(callers.faults[:10])
     assert not any(thread.is_alive() for thread in threads), "a thread hangs"
@@ -214,6 +227,7 @@ def test_engine_under_threads_tasks_and_faults_returns_right_tokens_and_releases
     assert engine.pages_in_use == 0 and not engine.scheduler.has_work
     engine.scheduler.pages.check()
     assert sizes[-1] - sizes[1] < GROWTH
+    assert (metrics.num_state_hits > 0) == bool(kind.header)
     assert num_injected() > 3 and metrics.num_preemptions > 0
     names = {"complete", "submit", "stream", "ask_wrongly", "astream", "cancel"}
     assert {f"called: {name}" for name in names} <= callers.done.keys()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,10 @@ from jspec.draft.medusa import MedusaConfig, MedusaHeads, medusa_params
 from jspec.models import load
 from jspec.models.config.decoder_config import ModelConfig
 from jspec.models.decoder import Model
+from jspec.models.mixers.gated_delta import GatedDelta
 from jspec.models.parts.param_spec import Params, ParamSpec
 from jspec.models.parts.rope import Rope
-from jspec.models.weights.params import model_params
+from jspec.models.weights.params import model_params, random_weights
 from jspec.tools import check_head
 from tests.support.arrays import on_device
 
@@ -71,6 +73,16 @@ def random_model(c: ModelConfig, *, seed: int = 0, sharpness: float = 1.0) -> Mo
         values = rng.uniform(0.5, 1.5, spec.shape) if is_norm else _normal(rng, spec, gains.get(kind, 1.0))
         weights[name] = values.astype(np.float32)
     return Model.from_weights(c, tree_of(weights))
+
+
+def hybrid(vocab: int, *, seed: int = 0) -> Model:
+    """Return a random decoder with a gated delta net, whose decays halve a state in about ten tokens, and attention."""
+    c = config(vocab)
+    delta = GatedDelta(key_heads=1, value_heads=2, key_dim=8, value_dim=8, taps=4)
+    c = replace(c, layers=(replace(c.layers[0], mixer=delta), c.layers[1]))
+    weights = random_weights(model_params(c), "float32", seed)
+    weights["layers"][0]["dt_bias"] -= 3.6
+    return Model.from_weights(c, weights)
 
 
 def tree_of(weights: dict[str, np.ndarray]) -> Any:

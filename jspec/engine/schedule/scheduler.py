@@ -138,8 +138,9 @@ class Scheduler:
 
     A running request has pages for its committed rows, for the rounds in flight and for the next rounds. When a round
     needs more pages than are free, the running request that is last in order is preempted: it loses its slot and pages,
-    waits, and recomputes its rows when it is admitted again. If the last request itself needs pages, it waits in its
-    slot. No request starves: a request that passed `check` fits into the pool alone, so the first one can always run.
+    waits, and recomputes its rows when it is admitted again, except those whose pages and state are still kept. If the
+    last request itself needs pages, it waits in its slot. No request starves: a request that passed `check` fits into
+    the pool alone, so the first one can always run.
 
     Attributes:
         pages: the pages of all requests.
@@ -486,10 +487,19 @@ class Scheduler:
             last = self.running[-1]
             if last is request:
                 return False
-            self._release(last)
-            last.metrics.num_preemptions += 1
-            insort(self.waiting, last, key=_order)
+            self._preempt(last)
         return True
+
+    def _preempt(self, request: Request) -> None:
+        """Let a running request wait; keep its recurrent state if the rounds in flight cannot advance it."""
+        state = request.state
+        rows = request.rows_committed if request.is_prefilled else state.num_prefilled
+        most = rows + state.rounds_in_flight * self.limits.round_tokens
+        if self.states is not None and self.states.state_position(most) == self.states.state_position(rows):
+            self.keep_state(request, rows)
+        self._release(request)
+        request.metrics.num_preemptions += 1
+        insort(self.waiting, request, key=_order)
 
     def _reserve_ahead(self, ready: list[Request]) -> None:
         """Give all ready requests extra pages, up to half of the free pages, unless a request waits for pages."""

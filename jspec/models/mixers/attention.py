@@ -74,6 +74,12 @@ class Attention(Mixer):
         check_size(pool, *shapes)
         return KVPool(*(jnp.zeros(shape, dtype) for shape in shapes))
 
+    def traffic(self, nodes: int, context: int, tokens: float, sizes: tuple[int, int]) -> tuple[float, float]:
+        """Count one read of the visible keys and values, and the products with them; `Mixer.traffic`."""
+        rows = min(context, self.reach or context)
+        products = self.heads * (self.key_dim + self.pool_dims[1])
+        return rows * self.cached_heads * sum(self.pool_dims) * sizes[0], 2 * nodes * products * rows
+
     def mix(
         self, layer: LayerWeights, x: Inputs, state: KVPool, batch: TokenBatch, dtype: jnp.dtype, *, eps: float
     ) -> tuple[Any, KVPool]:

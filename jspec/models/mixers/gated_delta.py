@@ -24,7 +24,7 @@ from jspec.models.parts.layers import by_token, product, small_product
 from jspec.models.parts.param_spec import ParamSpec, norm
 from pallas_kernels.layers.partial_sums import reduce_partials
 from pallas_kernels.layers.weights import Inputs, QuantizedActivation
-from pallas_kernels.recurrent.records import DeltaTokens
+from pallas_kernels.recurrent.records import EVERY, DeltaTokens
 
 UNIT_EPS = 1e-6  # added to the sum of squares of a key or a query before its root divides them
 
@@ -55,6 +55,11 @@ class GatedDelta(Mixer):
     def value_size(self) -> int:
         """Number of channels of all value heads in total."""
         return self.value_heads * self.value_dim
+
+    @property
+    def conv_size(self) -> int:
+        """Number of channels of the convolution: those of queries, keys and values."""
+        return 2 * self.key_size + self.value_size
 
     @property
     def row_size(self) -> int:
@@ -117,8 +122,20 @@ class GatedDelta(Mixer):
                 f"slots: expected states below 2**31 elements, got {elements} (slots={pool.slots}, cached_states="
                 f"{pool.copies}); lower both"
             )
-        inputs = ConvState.zeros(pool, 2 * self.key_size + self.value_size, self.taps)
+        inputs = ConvState.zeros(pool, self.conv_size, self.taps)
         return DeltaState.zeros(pool, heads, dims, inputs)
+
+    def traffic(self, nodes: int, context: int, tokens: float, sizes: tuple[int, int]) -> tuple[float, float]:
+        """Count a state, records and inputs; `Mixer.traffic`.
+
+        The state is read once, and written once in `EVERY` tokens. So are the records of the tokens behind it, of which
+        there are ``(EVERY - 1) / 2`` on average. The nodes' records and inputs are written. The flops are those of the
+        products of keys and queries with the state.
+        """
+        state, tail = self.value_size * self.key_dim, min(context, (EVERY - 1) / 2)
+        record = (self.key_size + self.value_size) * sizes[1] + 4 * self.value_heads
+        inputs = (nodes + self.taps - 1) * self.conv_size * sizes[1]
+        return 4 * state * (1 + tokens / EVERY) + (tail + nodes) * record + inputs, 4 * nodes * state
 
     def mix(
         self, layer: LayerWeights, x: Inputs, state: DeltaState, batch: TokenBatch, dtype: jnp.dtype, *, eps: float
@@ -127,12 +144,11 @@ class GatedDelta(Mixer):
         assert layer.gates is not None and not isinstance(x, QuantizedActivation)
         projected = reduce_partials(batch.unpack(product(batch.numerics)(x, layer.qkv)), dtype)
         gates = batch.unpack(small_product(x, layer.gates, batch.numerics)[None])[0]
-        split = 2 * self.key_size + self.value_size
-        taps, inputs = taps_of(state.inputs, projected[..., :split], self.taps, batch)
+        taps, inputs = taps_of(state.inputs, projected[..., : self.conv_size], self.taps, batch)
         new = by_token(partial(self._tokens, layer, state.records.keys.dtype), batch.numerics, taps, gates)
         new = DeltaTokens(*(jnp.swapaxes(rows, 1, 2) for rows in new))
         outputs, state = run_tokens(state._replace(inputs=inputs), new, batch)
-        outputs, gate = jnp.swapaxes(outputs, 1, 2), projected[..., split:]
+        outputs, gate = jnp.swapaxes(outputs, 1, 2), projected[..., self.conv_size :]
         return batch.pack(by_token(partial(self._gated, layer, eps, dtype), batch.numerics, outputs, gate)), state
 
     def _tokens(

@@ -112,6 +112,17 @@ class Mixer:
         """
         raise NotImplementedError
 
+    def traffic(self, nodes: int, context: int, tokens: float, sizes: tuple[int, int]) -> tuple[float, float]:
+        """Return the bytes and flops that a round of one slot needs at least, without those of weights.
+
+        Args:
+            nodes: number of tokens that the round computes.
+            context: number of committed tokens.
+            tokens: number of tokens that a round commits, on average.
+            sizes: bytes of a value in pages, and of a value that layers without pages keep of a token.
+        """
+        raise NotImplementedError
+
     def describe(self) -> dict[str, str]:
         """Say in words what the mixer computes, by the name of its part, such as "attention" or "rope"."""
         raise NotImplementedError

@@ -69,6 +69,10 @@ class ShortConv(Mixer):
         """Make rows of zeros; `Mixer.state`."""
         return ConvState.zeros(pool, self.channels, self.taps)
 
+    def traffic(self, nodes: int, context: int, tokens: float, sizes: tuple[int, int]) -> tuple[float, float]:
+        """Count the inputs of the nodes, and of the tokens before them that they read; `Mixer.traffic`."""
+        return (nodes + self.taps - 1) * self.channels * sizes[1], 0
+
     def mix(
         self, layer: LayerWeights, x: Inputs, state: ConvState, batch: TokenBatch, dtype: jnp.dtype, *, eps: float
     ) -> tuple[Any, ConvState]:

@@ -18,11 +18,6 @@ COMMANDS = {  # help of each command
     "serve": "latencies, throughput and acceptance of an engine",
     "inflate": "a small model in a larger shape that computes the same",
 }
-GONE = {  # commands of earlier versions, and what does the same
-    "eval": "lm-eval for scores of tasks, with the address of jspec serve (jspec/server/README.md)",
-    "startup": "jspec bench step --measure startup",
-    "train": "jspec train, whose lines state the tokens a second",
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

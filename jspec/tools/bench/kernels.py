@@ -22,7 +22,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jspec.models.config.layer_config import LayerConfig
 from jspec.models.mixers.gqa import GQA
+from jspec.models.weights.params import layer_params
 from jspec.tools.bench import profiling, random_models, roofline
 from jspec.tools.bench.report import Column, Report, scaled
 from pallas_kernels import gated_matmul, paged_attention, split_matmul
@@ -59,7 +61,7 @@ def attention(settings: dict[str, Any]) -> KernelResult:
     """
     batch, rows, context, heads, kv_heads, head_dim, page_size, dtype, kv, how = (settings[name] for name in ATTENTION)
     widths = roofline.Widths(cache=jnp.dtype(kv).itemsize)
-    cost = roofline.attention(GQA(heads, kv_heads, head_dim), batch, rows, context, widths)
+    cost = roofline.mixing(GQA(heads, kv_heads, head_dim), batch, rows, context, widths)
     calls = calls_for(cost.bytes)
     columns = math.ceil((context + rows) / page_size)
     shape = (batch * columns + 1, kv_heads, page_size, head_dim)
@@ -145,7 +147,9 @@ def _results(a: argparse.Namespace) -> Iterator[KernelResult]:
     for page, dim, context, batch, rows in points:
         values = (batch, rows, context, *heads, dim, page, a.dtype, a.kv_dtype or a.dtype, a.implementation)
         yield attention(dict(zip(ATTENTION, values, strict=True)))
-    sizes = roofline.block_products(c, c.hidden_size) | {"head": (c.vocab_size, c.hidden_size)}
+    layer = layer_params(LayerConfig(c.attention, c.layers[0].mlp), c.hidden_size, c.hidden_size)
+    sizes = {name: layer[name].shape for name in ("qkv", "o", "gate_up", "down")}
+    sizes["head"] = c.vocab_size, c.hidden_size
     common = dict(dtype=a.dtype, quantize=a.quantize, implementation=a.implementation)
     for rows, (name, (out, inner)) in product(a.rows, sizes.items()) if "gemm" in a.kernel else ():
         yield gemm(name, dict(rows=rows, out=out, inner=inner) | common)

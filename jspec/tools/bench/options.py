@@ -16,9 +16,10 @@ T = TypeVar("T")
 Option = tuple[tuple[str, ...], dict[str, Any]]  # arguments of `argparse.ArgumentParser.add_argument`
 SHAPES = (  # names of `random_models.TARGETS`
     *("deepseek-v2-lite", "gemma3-12b", "gpt-oss-20b", "least", "llama3-70b", "llama3-8b", "qwen3-30b-a3b", "qwen3-8b"),
-    *("tiny", "tiny-gemma3", "tiny-mla", "tiny-moe"),
+    *("qwen3.5-35b-a3b", "qwen3.8-27b", "tiny", "tiny-gemma3", "tiny-hybrid", "tiny-mla", "tiny-moe"),
 )
-DENSE = ("gemma3-12b", "least", "llama3-70b", "llama3-8b", "qwen3-8b", "tiny", "tiny-gemma3")  # those without experts
+EXPERTS = ("deepseek-v2-lite", "gpt-oss-20b", "qwen3-30b-a3b", "qwen3.5-35b-a3b", "tiny-mla", "tiny-moe")
+DENSE = tuple(name for name in SHAPES if name not in EXPERTS)
 DEFAULT_SHAPE = "default: tiny on a CPU, llama3-8b elsewhere"  # words of the help
 DRAFTERS = ("dflash", "dspark", "eagle3", "peagle")
 GROWN_DTYPES = ("float32", "bfloat16")  # float16 has too few exponents for the padded vocabulary's mask
@@ -113,7 +114,17 @@ ACCEPTANCE = (
     file_option("--text", "with --context: text that is continued; default: Python source"),
 )
 
-SHAPE = option("--shape", choices=SHAPES, help=f"model sizes; {DEFAULT_SHAPE}")
+
+def _shape(text: str) -> str:
+    name, _, layers = text.partition(":")
+    if name not in SHAPES or (layers and not layers.isdecimal()):
+        raise argparse.ArgumentTypeError(f"expected one of {', '.join(SHAPES)}, or NAME:LAYERS, got {text}")
+    return text
+
+
+SHAPE_FORM: dict[str, Any] = dict(type=_shape, metavar="NAME")
+SHAPE_HELP = f"model sizes: {', '.join(SHAPES)}; NAME:16 has 16 layers alone"
+SHAPE = option("--shape", **SHAPE_FORM, help=f"{SHAPE_HELP}; {DEFAULT_SHAPE}")
 IMPLEMENTATION = option("--implementation", choices=IMPLEMENTATIONS, default="auto", help="of the kernels")
 MODEL_OPTIONS = (
     SHAPE,
@@ -126,7 +137,7 @@ MODEL_OPTIONS = (
     IMPLEMENTATION,
 )
 POINT_OPTIONS = (
-    option("--context", type=counts, default=[1024], metavar="1024", help="committed tokens of a row"),
+    option("--context", type=counts, default=[1024], metavar="1024", help="committed tokens of a row or sequence"),
     option("--page-size", type=counts, default=[16], metavar="16", help="tokens of a cache page"),
 )
 KERNELS = (
@@ -134,8 +145,7 @@ KERNELS = (
     option("--shape", choices=DENSE, help=f"model sizes; {DEFAULT_SHAPE}"),
     option("--rows", type=counts, default="1,5", metavar="1,5", help="rows of a product, new tokens a sequence"),
     option("--batch", type=counts, default="1,8,32,64", metavar="1,8", help="sequences in attention"),
-    option("--context", type=counts, default=[1024], metavar="1024", help="committed tokens of a sequence"),
-    option("--page-size", type=counts, default=[16], metavar="16", help="tokens of a cache page"),
+    *POINT_OPTIONS,
     option("--head-dim", type=counts, metavar="64,128", help="channels of a head; default: the shape's"),
     option("--heads", type=count, help="query heads; default: the shape's"),
     option("--kv-heads", type=count, help="key and value heads; default: the shape's"),
@@ -146,7 +156,7 @@ KERNELS = (
 )
 ROW_TOKENS = 256
 STEP = (
-    option("--shape", choices=SHAPES, nargs="+", help=DEFAULT_SHAPE),
+    option("--shape", **SHAPE_FORM, nargs="+", help=f"{SHAPE_HELP}; {DEFAULT_SHAPE}"),
     *MODEL_OPTIONS[1:],
     *POINT_OPTIONS,
     option("--idle", type=ints, default=[0], metavar="0,7", help="rows of the batch without a request"),
@@ -169,7 +179,6 @@ THROUGHPUT = (
     *MODEL_OPTIONS,
     *POINT_OPTIONS,
     option("--tokens", type=count, default=ROW_TOKENS, help="tokens that each row emits"),
-    option("--length", type=float, help="stated mean acceptance length of every tree; default: by --positions"),
     option("--positions", type=_rates, default=".75,.55,.42,.31", help="share of the steps that accept each position"),
     option("--seed", type=int, default=0, help="seed of the acceptance"),
 )
@@ -198,7 +207,7 @@ SERVE = (
     option("--temperature", type=float, default=0.0, help="temperature of sampling, 0: greedy"),
     option("--seed", type=int, default=0, help="seed of lengths, prompts and arrivals"),
     TREES(default=(None, Tree.chain(1), Tree.topk(16, 4, 4))),
-    option("--shape", choices=SHAPES, help="random weights of this shape; default: none"),
+    option("--shape", **SHAPE_FORM, help=f"random weights of this shape; {SHAPE_HELP}; default: none"),
     option("--slots", type=count, default=32, help="requests that run at once"),
     option("--page-size", type=count, default=16, help="tokens of a cache page"),
     option("--prefill-budget", type=count, help="prompt tokens between two steps; default: the engine's"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -48,11 +49,16 @@ TINY, LONG = dict(vocab_size=512, num_experts_per_tok=2), dict(max_position_embe
 TINY_MOE = TINY | LONG | dict(num_experts=8, moe_intermediate_size=64, norm_topk_prob=True)
 TINY_MLA = TINY | LONG | dict(n_routed_experts=8, moe_intermediate_size=32, first_k_dense_replace=1, q_lora_rank=32)
 TINY_MLA |= dict(kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=16)
+HYBRID = dict(vocab_size=248320, rope_theta=1e7, max_position_embeddings=262144)
+TINY_HYBRID = LONG | dict(vocab_size=512, linear_num_key_heads=2, linear_num_value_heads=4)
+TINY_HYBRID |= dict(linear_key_head_dim=16, linear_value_head_dim=16)
 TARGETS = {
     "llama3-8b": _config(128256, 4096, 14336, 32, (32, 8, 128), rope=LLAMA3, max_position=131072),
     "llama3-70b": _config(128256, 8192, 28672, 80, (64, 8, 128), rope=LLAMA3, max_position=131072),
     "qwen3-8b": _published("qwen3", 4096, 12288, 36, (32, 8, 128), **QWEN3),
     "qwen3-30b-a3b": _published("qwen3_moe", 2048, 6144, 48, (32, 4, 128), norm_topk_prob=True, **QWEN3),
+    "qwen3.8-27b": _published("qwen3_5_text", 5120, 17408, 64, (24, 4, 256), linear_num_value_heads=48, **HYBRID),
+    "qwen3.5-35b-a3b": _published("qwen3_5_moe_text", 2048, 5632, 40, (16, 2, 256), **HYBRID),
     "gpt-oss-20b": _published("gpt_oss", 2880, 2880, 24, (64, 8, 64), **GPT_OSS),
     "gemma3-12b": _published("gemma3_text", 3840, 15360, 48, (16, 8, 256), vocab_size=262208, sliding_window=1024),
     "deepseek-v2-lite": _published("deepseek_v2", 2048, 10944, 27, (16, 16, 128), **LITE),
@@ -60,15 +66,15 @@ TARGETS = {
     "tiny-gemma3": _published("gemma3_text", 64, 192, 8, (4, 2, 16), vocab_size=512, sliding_window=64),
     "tiny-moe": _published("qwen3_moe", 64, 192, 8, (4, 2, 16), **TINY_MOE),
     "tiny-mla": _published("deepseek_v2", 64, 192, 4, (4, 4, 16), **TINY_MLA),
+    "tiny-hybrid": _published("qwen3_5_text", 64, 192, 8, (4, 2, 16), **TINY_HYBRID),
     "least": _config(64, 16, 16, 1, (1, 1, 8), rope=Rope(), max_position=65536),  # for measurements of the host
 }
 PEAGLE_LAYERS = 4  # of published P-EAGLE heads
 DFLASH_LAYERS = 5  # of published DFlash heads; each reads as many states of the target
-DRAFT_VOCAB = dict.fromkeys(TARGETS, 32000) | dict.fromkeys(("tiny", "tiny-gemma3", "tiny-moe", "tiny-mla"), 128)
-DRAFT_VOCAB["least"] = 16
+DRAFT_VOCAB = {name: 128 if name.startswith("tiny") else 32000 for name in TARGETS} | {"least": 16}
 BLOCK_HEADS: dict[str, Any] = {"dflash": DFlashHead, "dspark": DSparkHead}
 # Intermediate channels of heads for targets with experts.
-HEAD_WIDTH = {"qwen3-30b-a3b": 6144, "gpt-oss-20b": 17280, "tiny-moe": 192}
+HEAD_WIDTH = {"qwen3-30b-a3b": 6144, "qwen3.5-35b-a3b": 6144, "gpt-oss-20b": 17280, "tiny-moe": 192}
 
 
 def default_shape() -> str:
@@ -76,13 +82,31 @@ def default_shape() -> str:
     return "tiny" if jax.default_backend() == "cpu" else "llama3-8b"
 
 
-def head_config(name: str, method: str = "eagle3") -> Any:
-    """Return the config of a head, as published heads of its method have it, for a named target shape."""
-    c, same = TARGETS[name], "vocab_size hidden_size num_heads num_kv_heads head_dim norm_eps"
+def target_config(shape: str) -> ModelConfig:
+    """Return the config of a named shape, such as "llama3-8b"; "llama3-8b:4" has its first four layers alone.
+
+    Raises:
+        ValueError: the shape has fewer layers.
+    """
+    name, _, layers = shape.partition(":")
+    config = TARGETS[name]
+    count = int(layers or config.num_layers)
+    if not 0 < count <= config.num_layers:
+        raise ValueError(f"layers: expected 1 to {config.num_layers} layers of {name}, got {count}")
+    return replace(config, layers=config.layers[:count])
+
+
+def head_config(shape: str, method: str = "eagle3") -> Any:
+    """Return the config of a head, as published heads of its method have it, for a target's shape."""
+    c, name, same = (
+        target_config(shape),
+        shape.partition(":")[0],
+        "vocab_size hidden_size num_heads num_kv_heads head_dim norm_eps",
+    )
     sizes: dict[str, Any] = {size: getattr(c, size) for size in same.split()}
     sizes |= dict(target_hidden_size=c.hidden_size, rope=Rope(), feature_layers=None, source_format="random")
     sizes |= dict(intermediate_size=HEAD_WIDTH.get(name, c.intermediate_size), draft_vocab_size=DRAFT_VOCAB[name])
-    if isinstance(attention := c.layers[0].attention, MLA):  # published heads have key-value heads of their own
+    if isinstance(attention := c.attention, MLA):  # published heads have key-value heads of their own
         sizes |= dict(num_kv_heads=attention.heads, head_dim=attention.value_dim)
     if method == "eagle3":
         return Eagle3Config.of_sizes(**sizes)
@@ -97,28 +121,29 @@ def head_config(name: str, method: str = "eagle3") -> Any:
 
 
 def random_target(
-    name: str, dtype: str, quantize: str | None = None, *, seed: int = 0, mesh: Mesh | None = None
+    shape: str, dtype: str, quantize: str | None = None, *, seed: int = 0, mesh: Mesh | None = None
 ) -> Model:
     """Return a target of a named shape with random weights.
 
     Args:
-        name: name of a shape.
+        shape: name of a shape, as for `target_config`.
         dtype: dtype of the weights.
         quantize: kind of quantisation; None: none.
         seed: seed of the weights.
         mesh: devices that share the weights; one device never holds more than one whole weight. None: one device, with
             shared experts joined to others as `Engine.from_pretrained` does.
     """
-    params = model_params(TARGETS[name])
+    config = target_config(shape)
+    params = model_params(config)
     put = {} if mesh is None else {"put": partial(put_named, params=params, mesh=mesh)}
     weights = random_weights(params, dtype, seed, quantize, **put)
     if mesh is None:
-        join_layers(TARGETS[name].mlps, weights["layers"])
-    return Model.from_weights(TARGETS[name], weights, mesh)
+        join_layers(config.mlps, weights["layers"])
+    return Model.from_weights(config, weights, mesh)
 
 
-def random_head(name: str, dtype: str, quantize: str | None = None, *, method: str = "eagle3", seed: int = 1) -> Any:
+def random_head(shape: str, dtype: str, quantize: str | None = None, *, method: str = "eagle3", seed: int = 1) -> Any:
     """Return a target's head with random weights, whose drafts are practically never accepted."""
-    config = head_config(name, method)
+    config = head_config(shape, method)
     head, params = (EagleHead, head_params) if method in ("eagle3", "peagle") else (BLOCK_HEADS[method], block_params)
     return head.from_weights(config, random_weights(params(config), dtype, seed, quantize))

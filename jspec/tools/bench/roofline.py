@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 
 import jax
 
@@ -12,12 +10,9 @@ from jspec.core.tree import Tree
 from jspec.draft.head_config import DFlashConfig, DSparkConfig, HeadConfig, PEagleConfig
 from jspec.models.config.decoder_config import ModelConfig
 from jspec.models.config.layer_config import LayerConfig
-from jspec.models.mixers.attention import Attention
-from jspec.models.mixers.mla import MLA
-from jspec.models.mlps.mlp_config import Dense, Experts
+from jspec.models.mixers.mixer import Mixer
+from jspec.models.mlps.mlp_config import Experts
 from jspec.models.weights.params import layer_params
-
-LATENT = ("qkv", "q_up", "k_up", "v_up", "o")  # weights of latent attention
 
 
 @dataclass(frozen=True)
@@ -49,6 +44,7 @@ class Widths:
     weight: float = 2  # bytes of a weight
     expert: float | None = None  # bytes of a weight of experts; None: as of others
     cache: int = 2  # bytes of a K or V cache entry
+    kept: int = 2  # bytes of a value that layers without a cache keep of a token
     speed: int = 1  # rate of matrix products over that of bf16
 
 
@@ -69,123 +65,119 @@ def matmul(name: str, rows: int, out: int, inner: int, widths: Widths) -> Cost:
     return Cost(name, out * inner * widths.weight, 2 * rows * out * inner / widths.speed)
 
 
-def attention(c: Attention, batch: int, nodes: int, context: int, widths: Widths) -> Cost:
-    """Return the cost of attention with ``nodes`` queries for each sequence; visible keys and values are read once."""
-    rows = min(context, c.reach or context)
-    read = c.cached_heads * sum(c.pool_dims)
-    products = c.heads * (c.key_dim + c.pool_dims[1])
-    return Cost("attention", batch * rows * read * widths.cache, 2 * batch * nodes * products * rows)
+def mixing(c: Mixer, batch: int, nodes: int, context: int, widths: Widths, *, tokens: float = 1.0) -> Cost:
+    """Return the cost of mixing the tokens of a round with those before them, such as that of attention.
+
+    Args:
+        c: config of the mixer.
+        batch: number of sequences.
+        nodes: number of tokens of each sequence that are computed.
+        context: number of committed tokens of each sequence.
+        widths: bytes of values.
+        tokens: number of tokens that a round commits for each sequence, on average.
+    """
+    read, flops = c.traffic(nodes, context, tokens, (widths.cache, widths.kept))
+    return Cost(next(iter(c.describe())), batch * read, batch * flops)
 
 
 def verify_costs(
-    c: ModelConfig, batch: int, nodes: int, context: int, widths: Widths = BF16, *, rows: int | None = None
+    c: ModelConfig,
+    batch: int,
+    nodes: int,
+    context: int,
+    widths: Widths = BF16,
+    *,
+    rows: int | None = None,
+    tokens: float = 1.0,
 ) -> list[Cost]:
     """Return the costs of the kernels of one target pass over ``nodes`` tree nodes (root included) a row.
 
     Args:
         rows: number of rows of the matrix products; None: those of all nodes.
+        tokens: number of tokens that a pass commits for each row, on average.
+    """
+    point = batch, nodes, context, widths
+    costs = [cost for layer in c.layers for cost in layer_costs(layer, c.hidden_size, *point, rows=rows, tokens=tokens)]
+    return [*costs, matmul("head", rows or batch * nodes, c.vocab_size, c.hidden_size, widths)]
+
+
+def layer_costs(
+    layer: LayerConfig,
+    hidden: int,
+    batch: int,
+    nodes: int,
+    context: int,
+    widths: Widths,
+    *,
+    rows: int | None = None,
+    inputs: int | None = None,
+    tokens: float = 1.0,
+) -> list[Cost]:
+    """Return the costs of a layer's kernels; of experts, those that random choices hit on average are read.
+
+    The arguments are those of `verify_costs`, and the numbers of channels of the residual stream and of the mixer's
+    input; ``inputs`` of None: those of the residual stream.
     """
     rows = batch * nodes if rows is None else rows
-    product = partial(matmul, rows=rows, widths=widths)
-    costs = []
-    for layer in c.layers:
-        qkv, o, *mlp = _block(c, product, c.hidden_size)
-        layer_costs = [qkv, o]
-        if isinstance(layer.attention, MLA):
-            anything = Dense(1)  # only the attention's weights are read
-            declared = layer_params(LayerConfig(layer.attention, anything), c.hidden_size, c.hidden_size)
-            sizes = {name: declared[name].shape for name in LATENT if name in declared}
-            layer_costs = [product(name, out=shape[0], inner=shape[1]) for name, shape in sizes.items()]
-        layer_costs += expert_costs(layer.mlp, c.hidden_size, rows, widths) if isinstance(layer.mlp, Experts) else mlp
-        costs += [*layer_costs, attention(layer.attention, batch, nodes, context, widths)]
-    return [*costs, product("head", out=c.vocab_size, inner=c.hidden_size)]
-
-
-def expert_costs(c: Experts, hidden: int, rows: int, widths: Widths) -> list[Cost]:
-    """Return the costs of a mixture of experts; the bytes are those of the experts that random choices hit on average.
-
-    Args:
-        c: config of the mixture.
-        hidden: number of channels of the residual stream.
-        rows: number of rows, each of which chooses its experts independently of the others.
-    """
-    count, chosen = c.router.count, c.router.chosen
-    costs = [matmul("router", rows, count, hidden, widths)]
-    hit = count * (1 - (1 - chosen / count) ** rows)
-    for name, out, inner in (("experts_gate_up", 2 * c.width, hidden), ("experts_down", hidden, c.width)):
-        cost = matmul(name, rows * chosen, out, inner, replace(widths, weight=widths.expert or widths.weight))
-        costs.append(Cost(name, cost.bytes * hit, cost.flops))
-    if c.shared:
-        costs.append(matmul("gate_up", rows, 2 * c.shared, hidden, widths))
-        costs.append(matmul("down", rows, hidden, c.shared, widths))
+    costs = [mixing(layer.mixer, batch, nodes, context, widths, tokens=tokens)]
+    for name, spec in layer_params(layer, hidden, inputs or hidden).items():
+        if len(spec.shape) == 2 and not name.endswith("bias"):
+            costs.append(matmul(name, rows, *spec.shape, widths=widths))
+        elif len(spec.shape) == 3:
+            assert isinstance(layer.mlp, Experts)
+            (count, out, inner), chosen = spec.shape, layer.mlp.router.chosen
+            hit = count * (1 - (1 - chosen / count) ** rows)
+            one = matmul(name, rows * chosen, out, inner, replace(widths, weight=widths.expert or widths.weight))
+            costs.append(Cost(name, one.bytes * hit, one.flops))
     return costs
 
 
-def block_products(c: ModelConfig | HeadConfig | DFlashConfig, inputs: int) -> dict[str, tuple[int, int]]:
-    """Return the sizes (out, inner) of a layer's products by name; ``inputs`` is the inner size of QKV."""
-    return {
-        "qkv": ((c.num_heads + 2 * c.num_kv_heads) * c.head_dim, inputs),
-        "o": (c.hidden_size, c.num_heads * c.head_dim),
-        "gate_up": (2 * c.intermediate_size, c.hidden_size),
-        "down": (c.hidden_size, c.intermediate_size),
-    }
-
-
-def _block(c: ModelConfig | HeadConfig | DFlashConfig, product: Callable[..., Cost], inputs: int) -> list[Cost]:
-    return [product(name, out=out, inner=inner) for name, (out, inner) in block_products(c, inputs).items()]
-
-
 def head_costs(c: HeadConfig, batch: int, tree: Tree, context: int, widths: Widths = BF16) -> list[Cost]:
-    """Return the costs of the kernels of a head that drafts a tree."""
+    """Return the costs of the kernels of a head that fuses features of the target's newest tokens and drafts a tree."""
+    features = c.num_features * c.target_hidden_size
+    fc = matmul("fc", batch * (tree.depth + 1), c.hidden_size, features, widths)
     match c:
         case DFlashConfig():
-            return block_costs(c, batch, tree, context, widths)
+            return [fc, *block_costs(c, batch, tree, context, widths)]
         case PEagleConfig():
-            return peagle_costs(c, batch, tree, context, widths)
+            return [fc, *peagle_costs(c, batch, tree, context, widths)]
         case _:
-            return eagle3_costs(c, batch, tree, context, widths)
+            return [fc, *eagle3_costs(c, batch, tree, context, widths)]
 
 
-def eagle3_costs(c: HeadConfig, batch: int, tree: Tree, context: int, widths: Widths = BF16) -> list[Cost]:
-    """Return the costs of an EAGLE-3 head's kernels that fuse features and draft a tree."""
+def eagle3_costs(c: HeadConfig, batch: int, tree: Tree, context: int, widths: Widths) -> list[Cost]:
+    """Return the costs of an EAGLE-3 head, which runs once for each level of a tree."""
     if tree.paths is None:
         fed = [1] + [tree.k] * (tree.depth - 1)
     else:
         fed = [len(level.with_children) for level in tree.levels[:-1]]
-    costs = [matmul("fc", batch * (tree.depth + 1), c.hidden_size, 3 * c.target_hidden_size, widths)]
     # The embeddings' half of the projection is precomputed for a reduced draft vocabulary.
-    has_own_vocab = c.draft_vocab_size < c.vocab_size
+    has_own_vocab, costs = c.draft_vocab_size < c.vocab_size, []
     for depth, nodes in enumerate(fed):
-        product = partial(matmul, rows=batch * nodes, widths=widths)
         inputs = c.hidden_size if depth and has_own_vocab else 2 * c.hidden_size
-        costs += [*_block(c, product, inputs), attention(c.layers[0].attention, batch, nodes, context, widths)]
-        costs.append(product("head", out=c.draft_vocab_size, inner=c.hidden_size))
+        costs += layer_costs(c.layers[0], c.hidden_size, batch, nodes, context, widths, inputs=inputs)
+        costs.append(matmul("head", batch * nodes, c.draft_vocab_size, c.hidden_size, widths))
     return costs
 
 
-def peagle_costs(c: PEagleConfig, batch: int, tree: Tree, context: int, widths: Widths = BF16) -> list[Cost]:
-    """Return the costs of the kernels of a P-EAGLE head, whose one pass takes a pair for each level of a tree."""
-    costs = [matmul("fc", batch * (tree.depth + 1), c.hidden_size, c.num_features * c.target_hidden_size, widths)]
-    product = partial(matmul, rows=batch * tree.depth, widths=widths)
-    for index, layer in enumerate(c.layers):
-        costs += _block(c, product, c.hidden_size if index else 2 * c.hidden_size)
-        costs.append(attention(layer.attention, batch, tree.depth, context, widths))
-    return [*costs, product("head", out=c.draft_vocab_size, inner=c.hidden_size)]
+def peagle_costs(c: PEagleConfig, batch: int, tree: Tree, context: int, widths: Widths) -> list[Cost]:
+    """Return the costs of a P-EAGLE head, whose one pass takes a pair for each level of a tree."""
+    costs = []
+    for inputs, layer in zip([2 * c.hidden_size] + [c.hidden_size] * c.num_layers, c.layers, strict=False):
+        costs += layer_costs(layer, c.hidden_size, batch, tree.depth, context, widths, inputs=inputs)
+    return [*costs, matmul("head", batch * tree.depth, c.draft_vocab_size, c.hidden_size, widths)]
 
 
-def block_costs(c: DFlashConfig, batch: int, tree: Tree, context: int, widths: Widths = BF16) -> list[Cost]:
-    """Return the costs of the kernels of a DFlash or DSpark head that has the target's output head.
+def block_costs(c: DFlashConfig, batch: int, tree: Tree, context: int, widths: Widths) -> list[Cost]:
+    """Return the costs of a DFlash or DSpark head that has the target's output head.
 
     Keys and values of committed tokens come from rows of the QKV projections, whose bytes count once.
     """
-    newest, tokens = batch * (tree.depth + 1), tree.depth + (not c.sample_from_anchor)
-    costs = [matmul("fc", newest, c.hidden_size, c.num_features * c.target_hidden_size, widths)]
+    tokens, costs = tree.depth + (not c.sample_from_anchor), []
     for layer in c.layers:
-        gqa = layer.gqa
-        context_product = matmul("context", newest, 2 * gqa.kv_size, c.hidden_size, widths)
+        context_product = matmul("context", batch * (tree.depth + 1), 2 * layer.gqa.kv_size, c.hidden_size, widths)
         costs.append(Cost("context", 0, context_product.flops))
-        costs += _block(c, partial(matmul, rows=batch * tokens, widths=widths), c.hidden_size)
-        costs.append(attention(gqa, batch, tokens, context, widths))
+        costs += layer_costs(layer, c.hidden_size, batch, tokens, context, widths)
     if isinstance(c, DSparkConfig) and c.markov_rank:
         fed = [1] + [tree.k or 1] * (tree.depth - 1)  # nodes of each level that are followed by others
         costs += [matmul("markov", batch * nodes, c.vocab_size, c.markov_rank, BF16) for nodes in fed]

@@ -19,6 +19,7 @@ from typing import Annotated, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import GetAttrKey, tree_map_with_path
 
 from jspec.core.records import LayerState, SlotState
 from jspec.core.tree import ROOT_ONLY, Tree
@@ -111,9 +112,9 @@ def build(
         divides_logits=mesh is not None,  # no row cuts or edits logits
     )
     max_len = case.context + (GROUP * (case.tree_depth + 1) + 1 if growth is None else growth)
-    dtypes = (case.kv_dtype or case.dtype,) * 2
-    width = PoolShape(case.batch, 2, case.page_size, max_len, *dtypes).width(drafter.tree)
-    pool = PoolShape(case.batch, case.batch * width + 1, case.page_size, max_len, *dtypes)
+    pool = PoolShape(case.batch, 2, case.page_size, max_len, *(case.kv_dtype or case.dtype,) * 2)
+    pool = replace(pool, round_rows=drafter.tree.nodes, state_dtype=case.dtype)
+    pool = replace(pool, pages=case.batch * pool.width(drafter.tree) + 1)
     params = Params(target=target, draft=drafter.bind(target))
     return program, params if mesh is None else place(params, mesh), pool
 
@@ -190,21 +191,28 @@ def measure(
     )
 
 
-def floor_milliseconds(case: StepCase) -> float | None:
-    """Return the least milliseconds of a case's step; None if the device's rates are unknown."""
+def floor_milliseconds(case: StepCase, tokens: float = 1.0) -> float | None:
+    """Return the least milliseconds of a case's step; None if the device's rates are unknown.
+
+    Args:
+        tokens: number of tokens that a step emits for each active row, on average.
+    """
 
     def widths(quantize: Kind | None) -> roofline.Widths:
         cache = jnp.dtype(case.kv_dtype or "bfloat16").itemsize
         form = None if quantize is None else FORMATS[quantize]
         if form is not None and form.group is not None and not form.is_dense:
             return roofline.Widths(2, form.value_bytes + 1 / form.group, cache)  # a scale has a byte
-        return roofline.Widths(2 if form is None else form.value_bytes, None, cache, 1 + (quantize == "fp8_dynamic"))
+        return roofline.Widths(
+            2 if form is None else form.value_bytes, None, cache, speed=1 + (quantize == "fp8_dynamic")
+        )
 
     tree, rows = case.tree or ROOT_ONLY, case.batch - case.idle
     tree = tree if case.depth is None else tree.cut(case.depth)
-    target, draft_widths = random_models.TARGETS[case.shape], widths(case.draft_quantize or case.quantize)
+    target, draft_widths = random_models.target_config(case.shape), widths(case.draft_quantize or case.quantize)
     packed = None if case.nodes is None else rows * (1 + case.nodes)
-    costs = roofline.verify_costs(target, rows, tree.nodes, case.context, widths(case.quantize), rows=packed)
+    point = rows, tree.nodes, case.context, widths(case.quantize)
+    costs = roofline.verify_costs(target, *point, rows=packed, tokens=tokens)
     layers = target.num_layers  # that run in a step
     if tree.depth:
         head = random_models.head_config(case.shape, case.drafter)
@@ -219,17 +227,18 @@ def filled_state(state: SlotState, case: StepCase) -> SlotState:
     width, rng, rows = state.page_table.shape[1], np.random.default_rng(0), case.batch
 
     def fill(part: Any) -> Any:
-        def noise(x: jax.Array) -> jax.Array:
-            return jax.random.normal(jax.random.key(x.size), x.shape, x.dtype)
+        def noise(path: Any, x: jax.Array) -> jax.Array:
+            values = 0.1 * jax.random.normal(jax.random.key(x.size), x.shape, x.dtype)
+            return -abs(values) if path[-1] == GetAttrKey("decays") else values  # logarithms of decays below 1
 
-        return jax.tree.map(noise, part) if isinstance(part, LayerState) else part
+        return tree_map_with_path(noise, part) if isinstance(part, LayerState) else part
 
     target, draft = jax.tree.map(fill, (state.target, state.draft), is_leaf=lambda part: isinstance(part, LayerState))
     temperature = state.sampling.temperature if case.greedy else state.sampling.temperature + 1
     cap = jnp.full(rows, max(case.tree_depth, 1), jnp.int32)
     filled = replace(
         state,
-        root=jnp.asarray(rng.integers(0, random_models.TARGETS[case.shape].vocab_size, rows), jnp.int32),
+        root=jnp.asarray(rng.integers(0, random_models.target_config(case.shape).vocab_size, rows), jnp.int32),
         active=jnp.arange(rows) < rows - case.idle,
         remaining=jnp.full(rows, 2**30, jnp.int32),
         page_table=jnp.asarray(1 + np.arange(rows * width).reshape(rows, width), jnp.int32),

@@ -38,18 +38,11 @@ Rates = tuple[float, ...]
 RATES: Rates = (0.75, 0.55, 0.42, 0.31)  # published for EAGLE-3 on MT-Bench
 
 
-def rates_of(tree: Tree | None, positions: Sequence[float], length: float | None = None) -> Rates:
-    """Return the acceptance rate of each level of a tree, from ``positions`` or from a mean ``length``.
-
-    A length of 2.5 tokens a step gives the rates 1, .5, 0, as vLLM's ``synthetic_acceptance_length`` does.
-    """
+def rates_of(tree: Tree | None, positions: Sequence[float]) -> Rates:
+    """Return the acceptance rate of each level of a tree."""
     depth = (tree or ROOT_ONLY).depth
     if tree is not None and tree.paths is None:  # its depth depends on scores of random weights
         raise ValueError(f"throughput: expected no tree, a chain or a static one, got {tree}; take chain:LENGTH")
-    if tree is not None and length is not None:
-        if not 1 <= length <= depth + 1:
-            raise ValueError(f"length: expected 1 to {depth + 1} tokens a step of {tree}, got {length:g}")
-        return tuple(min(max(length - position, 0.0), 1.0) for position in range(1, depth + 1))
     if list(positions) != sorted(positions, reverse=True) or not all(0 <= rate <= 1 for rate in positions):
         raise ValueError(f"positions: expected shares from 0 to 1 that never rise, such as .75,.55, got {positions}")
     if len(positions) < depth:
@@ -142,7 +135,7 @@ def measure(case: ThroughputCase, target: Model, head: EagleHead | None) -> Thro
         tokens_per_second=rows * case.tokens / median,
         milliseconds=median / steps * 1e3,
         spread=(max(seconds) - min(seconds)) / steps * 1e3,
-        floor=step.floor_milliseconds(midway),
+        floor=step.floor_milliseconds(midway, 1 + math.fsum(case.rates)),
         milliseconds_per_token=median / case.tokens * 1e3,
         stated_length=1 + math.fsum(case.rates),
         length=float(np.mean(seen.accept_len[active] + 1)),
@@ -181,9 +174,7 @@ def run_steps(
 
 def run(arguments: argparse.Namespace) -> Report:
     a = arguments
-    cases = [
-        ThroughputCase(case, rates_of(case.tree, a.positions, a.length), a.tokens, a.seed) for case in step.cases_of(a)
-    ]
+    cases = [ThroughputCase(case, rates_of(case.tree, a.positions), a.tokens, a.seed) for case in step.cases_of(a)]
     target, head = step.models_of([case.point for case in cases])
     results = (measure(case, target, head) for case in cases)
     return Report(f"tokens/s; {ABOUT}", results, about={"acceptance": ABOUT})
