@@ -128,7 +128,8 @@ def verify(
         cta.start(jnp.minimum(slots[cta.sequence], state.shape[0] - 1), lengths[cta.sequence], nodes)
         behind, wanted = cta.load_behind(), cta.load(nodes.wanted.at[cta.place[:3]])
         plgpu.barrier_wait(memory.arrived)
-        corrected[cta.place], outputs[cta.place] = cta.substituted(*cta.seen_and_read(cta.records(behind)), wanted)
+        seen, read = cta.seen_and_read(cta.records(behind))
+        corrected[cta.place], outputs[cta.place] = cta.substituted(seen, read, wanted)
 
     inputs = state, ring.keys, ring.values, slots, lengths, behind, *nodes
     result = jax.ShapeDtypeStruct(nodes.wanted.shape, jnp.float32)
