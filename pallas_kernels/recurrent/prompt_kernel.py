@@ -90,19 +90,24 @@ class _ChunkRegisters:
         high = array.astype(self.dtype)
         return high, (array - high.astype(jnp.float32)).astype(self.dtype)
 
-    def product(self, *pairs):
-        """Returns the sum of the products of arrays in registers and in shared memory."""
+    def product(self, *pairs, to=None):
+        """Returns the sum of the products of arrays in registers and in shared memory, added to an array if given."""
         if self.interpret:
             wide = [(a.astype(jnp.float32), b[...].astype(jnp.float32)) for a, b in pairs]
-            return sum(jnp.dot(a, b, precision="highest") for a, b in wide)
+            return sum((jnp.dot(a, b, precision="highest") for a, b in wide), 0.0 if to is None else to)
 
-        def run(sums):
+        def add(sums):
             for a, b in pairs:
                 self.plgpu.wgmma(sums, a, b)
             self.plgpu.wgmma_wait(0)
+
+        def run(sums):
+            add(sums)
             return sums[...]
 
-        return pl.run_scoped(run, self.plgpu.ACC((ROWS, pairs[0][1].shape[1]), jnp.float32))
+        if to is None:
+            return pl.run_scoped(run, self.plgpu.ACC((ROWS, pairs[0][1].shape[1]), jnp.float32))
+        return pl.run_state(add)(self.plgpu.ACC.init(to))
 
 
 def solve(
@@ -273,7 +278,7 @@ class _ChunkCta:
         corrected = corrected.astype(registers.dtype)
         outputs = registers.product((corrected, scores.at[0]), (corrected, scores.at[1])) + read * path
         high, low = registers.parts(corrected.astype(jnp.float32) * registers.per_column(decays.at[1]))
-        state = state * total + registers.product((high, keys), (low, keys))
+        state = registers.product((high, keys), (low, keys), to=state * total)
 
         @pl.when(index == self.count - 1)
         def _():
