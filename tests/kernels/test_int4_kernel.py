@@ -229,7 +229,8 @@ def test_product_with_bytes_on_a_gpu_matches_float64(kind: Kind, groups: int, ro
     for result, right in zip(got, (wanted, gate_times_up(np.asarray(x / 100, np.float64) @ weight.T)), strict=True):
         error = np.abs(np.asarray(result, np.float64) - right).max() / np.abs(right).max()
         is_exact = result.dtype == F32 and (rows <= 64 or groups == 1)  # else scaled values are rounded
-        assert error < (1e-5 if is_exact else 2**-7)
+        # More rows are multiplied by a copy in bfloat16, which rounds gate, up and the activation too.
+        assert error < (1e-5 if is_exact else 2**-7 if rows <= 2048 else 2**-6)
     assert np.abs(np.asarray(got[0]) - np.roll(wanted, 1, axis=1)).max() > 0.1 * np.abs(wanted).max(), "control"
 
 
