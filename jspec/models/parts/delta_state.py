@@ -18,8 +18,10 @@ from jaxtyping import Array, Float, Int
 from jspec.core.prompt_blocks import BLOCK
 from jspec.core.records import AcceptedPath, LayerState, PromptBatch, SlotView, TokenBatch
 from jspec.models.parts.conv_state import ConvState
+from jspec.models.parts.delta_prompts import has_kernel, run_prompts
 from jspec.models.parts.kv_pool import PoolShape
 from jspec.models.parts.slot_rows import ancestor_mask, is_token, move_slot_rows
+from pallas_kernels.layers.hopper import choose_compiled
 from pallas_kernels.recurrent.delta_rounds import fold_round, verify_round
 from pallas_kernels.recurrent.gated_delta import chunk_of, fold, run_chunk, verify
 from pallas_kernels.recurrent.record_ring import RecordRing, states_of
@@ -127,6 +129,17 @@ def run_tokens(state: DeltaState, new: DeltaTokens, batch: TokenBatch) -> tuple[
 
 
 def _run_prompts(state: DeltaState, new: DeltaTokens, batch: PromptBatch) -> tuple[Outputs, DeltaState]:
+    if not has_kernel(state.records, batch):
+        return _run_blocks(state, new, batch)
+
+    def kernel(state: DeltaState, new: DeltaTokens, batch: PromptBatch, *, interpret: Any) -> tuple[Array, DeltaState]:
+        outputs, states, records = run_prompts(state.state, state.records, new, batch, interpret=interpret)
+        return outputs, state._replace(state=states, records=records)
+
+    return choose_compiled(batch.numerics.options["implementation"], kernel, _run_blocks, state, new, batch)
+
+
+def _run_blocks(state: DeltaState, new: DeltaTokens, batch: PromptBatch) -> tuple[Outputs, DeltaState]:
     """Run the blocks of all pieces one after another; the first block of a piece takes the state of its slot."""
     is_used, whole = is_token(batch), batch.of_piece(batch.ends) // EVERY * EVERY
     advance = partial(fold, deterministic=batch.deterministic)

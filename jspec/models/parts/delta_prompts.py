@@ -1,0 +1,136 @@
+"""ChunkedPieces of prompts in the chunks of `pallas_kernels.recurrent.prompt_chunks`, and what is kept of them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jspec.core.records import PromptBatch
+from jspec.models.parts.slot_rows import is_token
+from pallas_kernels.layers.hopper import HEIGHT, multiprocessors
+from pallas_kernels.recurrent.prompt_chunks import Chunks, run_chunks
+from pallas_kernels.recurrent.prompt_kernel import CHUNK, ChunkedPieces
+from pallas_kernels.recurrent.record_ring import RecordRing
+from pallas_kernels.recurrent.records import EVERY, DeltaTokens, Records, States
+
+
+def has_kernel(ring: RecordRing, batch: PromptBatch) -> bool:
+    """Return whether the kernels run on the device, and have a form for this prefill."""
+    is_supported = batch.slots is not None and not batch.deterministic and ring.keys.dtype == jnp.bfloat16
+    dims = ring.keys.shape[3], ring.values.shape[2]
+    return is_supported and multiprocessors() is not None and dims[0] in (64, 128) and dims[1] % HEIGHT == 0
+
+
+def run_prompts(
+    state: States, ring: RecordRing, new: DeltaTokens, batch: PromptBatch, *, interpret: Any = False
+) -> tuple[Float[Array, "batch heads tokens value_dim"], States, RecordRing]:
+    """Run the pieces of a prefill with the kernels for Hopper GPUs.
+
+    Args:
+        state: states of all slots.
+        ring: records of all slots.
+        new: inputs of the tokens.
+        batch: the pieces.
+        interpret: False, or jax's parameters for interpreting the kernels and detecting races.
+
+    Returns:
+        The outputs in float32, 0 for padding, and states and records of all slots with those of the pieces' tokens.
+    """
+    assert batch.slots is not None, "kernels keep states by slot"
+    plan = _ChunkPlan.of(batch, len(state))
+    outputs, corrected, state = run_chunks(state, plan.chunks(new, ring), plan.pieces, plan.used, interpret=interpret)
+    # Records are written after they have been read: else they are copied.
+    outputs, corrected, ring = jax.lax.optimization_barrier((outputs, corrected, ring))
+    ring = plan.kept(new, corrected, ring)
+    chunk, row = plan.places()
+    rows = jnp.where(is_token(batch)[..., None], outputs.at[chunk, row].get(mode="clip"), 0)
+    heads, value_dim = state.shape[1:3]
+    return jnp.swapaxes(rows.reshape(*rows.shape[:2], heads, value_dim), 1, 2), state, ring
+
+
+class _ChunkPlan(NamedTuple):
+    """The chunks of a prefill's pieces. A chunk has the positions from a multiple of `CHUNK` on."""
+
+    batch: PromptBatch
+    pieces: ChunkedPieces
+    used: Int[Array, ""]  # number of chunks
+    piece: Int[Array, "chunks"]  # piece of each chunk
+    position: Int[Array, "chunks tokens"]
+
+    @classmethod
+    def of(cls, batch: PromptBatch, slots: int) -> _ChunkPlan:
+        """Lay out the chunks of a batch for states of ``slots`` slots."""
+        assert batch.slots is not None
+        starts, ends = batch.starts, batch.ends
+        counts = jnp.where((starts < ends) & (batch.slots < slots), -(-ends // CHUNK) - starts // CHUNK, 0)
+        last = jnp.cumsum(counts)
+        # A piece of n tokens has at most 1 + (n + CHUNK - 2) // CHUNK chunks.
+        most = (batch.tokens.size + len(starts) * (CHUNK - 2)) // CHUNK + len(starts)
+        index = jnp.arange(most)
+        piece = jnp.minimum(jnp.sum(index[:, None] >= last, axis=1), len(starts) - 1)
+        first = last - counts
+        position = (index + (starts // CHUNK - first)[piece])[:, None] * CHUNK + jnp.arange(CHUNK)
+        integers = (of.astype(jnp.int32) for of in (batch.slots, starts == 0, first, counts))
+        return cls(batch, ChunkedPieces(*integers), last[-1].astype(jnp.int32), piece, position)
+
+    @property
+    def whole(self) -> Int[Array, "pieces"]:
+        """Last multiple of `EVERY` tokens of each piece."""
+        return self.batch.ends // EVERY * EVERY
+
+    def chunks(self, new: DeltaTokens, ring: RecordRing) -> Chunks:
+        """Return the tokens of the chunks, and the records behind the state in the first one of each piece."""
+        assert self.batch.slots is not None
+        batch, (starts, ends) = self.batch, (of[self.piece][:, None] for of in (self.batch.starts, self.batch.ends))
+        is_used = jnp.arange(len(self.piece)) < self.used
+        exists = (self.position >= starts) & (self.position < ends) & is_used[:, None]
+        source = _first_of(batch)[self.piece][:, None] + self.position - starts
+        source = jnp.where(exists, source, batch.tokens.size)
+        queries, keys, values, decays, rates = (
+            _by_token(rows).at[source].get(mode="fill", fill_value=0) for rows in new
+        )
+        window, position = ring.window(self.batch.slots, batch.starts), self._window()
+        is_behind = (position < batch.starts[:, None]) & (self.pieces.counts > 0)[:, None]
+        place = jnp.where(is_behind, self.pieces.first[:, None], len(keys)), position % CHUNK
+        keys, values, decays = (
+            rows.at[place].set(jnp.swapaxes(of, 1, 2), mode="drop")
+            for rows, of in zip((keys, values, decays), window, strict=True)
+        )
+        is_record = jnp.zeros(exists.shape, bool).at[place].set(True, mode="drop")
+        return Chunks(queries, keys, values, decays, rates, is_record, self.position < self.whole[self.piece][:, None])
+
+    def _window(self) -> Int[Array, "pieces every"]:
+        """Return the positions of the block of records in which a piece starts."""
+        return self.batch.starts[:, None] // EVERY * EVERY + jnp.arange(EVERY)
+
+    def kept(
+        self, new: DeltaTokens, corrected: Float[Array, "pieces heads value_dim tokens"], ring: RecordRing
+    ) -> RecordRing:
+        """Return the records with those of the tokens behind the last multiple of `EVERY` of each piece."""
+        batch, position = self.batch, self.whole[:, None] + jnp.arange(EVERY)
+        assert batch.slots is not None
+        is_kept = (position >= batch.starts[:, None]) & (position < batch.ends[:, None])
+        source = jnp.clip(_first_of(batch)[:, None] + position - batch.starts[:, None], 0, batch.tokens.size - 1)
+        keys, decays = (jnp.swapaxes(_by_token(rows)[source], 1, 2) for rows in (new.keys, new.decays))
+        row = (position % CHUNK)[:, None, None]
+        values = jnp.swapaxes(jnp.take_along_axis(corrected, row, axis=3), 2, 3).astype(new.values.dtype)
+        slots = jnp.where(is_kept & (self.pieces.counts > 0)[:, None], batch.slots[:, None], len(ring.keys))
+        return ring.written(slots, position, Records(keys, values, decays))
+
+    def places(self) -> tuple[Int[Array, "batch tokens"], Int[Array, "batch tokens"]]:
+        """Return the chunk of each token of the batch, and its place in it."""
+        first = self.batch.of_piece(self.pieces.first - self.batch.starts // CHUNK)
+        return first[:, None] + self.batch.positions // CHUNK, self.batch.positions % CHUNK
+
+
+def _first_of(batch: PromptBatch) -> Int[Array, "pieces"]:
+    """Return the index of each piece's first token among all rows."""
+    return batch.newest - (batch.ends - batch.starts - 1)
+
+
+def _by_token(rows: Float[Array, "batch heads tokens *dim"]) -> Float[Array, "rows heads *dim"]:
+    rows = jnp.swapaxes(rows, 1, 2)
+    return rows.reshape(-1, *rows.shape[2:])

@@ -1,0 +1,319 @@
+"""The gated delta rule of prompts in two kernels for Hopper GPUs; `prompt_chunks` has the form that they compute.
+
+`solve` inverts the triangular matrices of all chunks at once: a CTA has one of them. `advance` runs through the chunks
+of a piece: a CTA has `ROWS` value channels of the state of one value head in registers, and loads a chunk while it
+computes the one before. Arrays of tokens lie across registers [channels, tokens], so that all that is computed of a
+chunk is the first operand of the next product, without a way through shared memory. The tensor cores get float32
+operands as two bfloat16 numbers, high and low.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.layers.hopper import HEIGHT as ROWS
+from pallas_kernels.recurrent.records import States
+
+CHUNK = ROWS  # tokens of a chunk
+STAGES = 2  # chunks in shared memory
+
+
+class ChunkedPieces(NamedTuple):
+    """The pieces of prompts, whose chunks are consecutive."""
+
+    slots: Int[Array, "pieces"]
+    is_new: Int[Array, "pieces"]  # 1: the piece begins with a state of zeros
+    first: Int[Array, "pieces"]  # first chunk
+    counts: Int[Array, "pieces"]  # number of chunks
+
+
+class ChunkTables(NamedTuple):
+    """What `advance` reads of chunks besides the rows of their tokens."""
+
+    inverse: Float[Array, "chunks heads 2 tokens tokens"]  # [read token, token], high and low
+    scores: Float[Array, "chunks heads 2 tokens tokens"]  # [read token, token], high and low
+    # Of each token the decay from the chunk's beginning to it, 0 for one that reads no state, then the decay behind it,
+    # 0 for one that does not advance the state; float32.
+    decays: Float[Array, "chunks heads 2 tokens"]
+    total: Float[Array, "chunks heads"]  # decay of the state
+
+
+class _ChunkRegisters:
+    """Loads and products of one warpgroup, compiled or interpreted."""
+
+    def __init__(self, plgpu: Any, dtype: Any, interpret: Any) -> None:
+        self.plgpu, self.dtype, self.interpret = plgpu, dtype, bool(interpret)
+        self.layout = plgpu.Layout.WGMMA
+
+    def load(self, ref, layout=None):
+        if self.interpret:
+            return ref[...]
+        return self.plgpu.load(ref, layout=layout or self.layout, optimized=False)
+
+    def per_column(self, ref):
+        """Loads a value for each column, [`ROWS`, `CHUNK`]."""
+        return jax.lax.broadcast_in_dim(self.load(ref, self.layout.reduce(0)), (ROWS, CHUNK), [1])
+
+    def per_row(self, ref):
+        """Loads a value for each row, [`CHUNK`, `CHUNK`]."""
+        return jax.lax.broadcast_in_dim(self.load(ref, self.layout.reduce(1)), (CHUNK, CHUNK), [0])
+
+    def index(self, axis):
+        """Returns the index of each element of [`CHUNK`, `CHUNK`] along an axis."""
+        if self.interpret:
+            return jax.lax.broadcasted_iota(jnp.int32, (CHUNK, CHUNK), axis)
+        return self.plgpu.broadcasted_iota(jnp.int32, (CHUNK, CHUNK), axis, layout=self.layout)
+
+    def cast(self, array):
+        return array if self.interpret else self.plgpu.layout_cast(array, self.layout)
+
+    def transposed(self, ref):
+        """Reads an array in shared memory, transposed."""
+        if self.interpret:
+            return ref[...].T
+        return self.cast(self.plgpu.load(ref.T, layout=self.plgpu.Layout.WGMMA_TRANSPOSED))
+
+    def store_transposed(self, ref, array):
+        if self.interpret:
+            ref[...] = array.T
+        else:
+            ref.T[...] = self.plgpu.layout_cast(array, self.plgpu.Layout.WGMMA_TRANSPOSED)
+
+    def parts(self, array):
+        """Returns a float32 array as two arrays of the dtype of tokens, high and low."""
+        high = array.astype(self.dtype)
+        return high, (array - high.astype(jnp.float32)).astype(self.dtype)
+
+    def product(self, *pairs, to=None):
+        """Returns the sum of the products of arrays in registers and in shared memory, added to an array if given."""
+        if self.interpret:
+            wide = [(a.astype(jnp.float32), b[...].astype(jnp.float32)) for a, b in pairs]
+            return sum((jnp.dot(a, b, precision="highest") for a, b in wide), 0.0 if to is None else to)
+
+        def add(sums):
+            for a, b in pairs:
+                self.plgpu.wgmma(sums, a, b)
+            self.plgpu.wgmma_wait(0)
+
+        def run(sums):
+            add(sums)
+            return sums[...]
+
+        if to is None:
+            return pl.run_scoped(run, self.plgpu.ACC((ROWS, pairs[0][1].shape[1]), jnp.float32))
+        return pl.run_state(add)(self.plgpu.ACC.init(to))
+
+
+def solve(
+    weights: Float[Array, "chunks heads tokens tokens"],
+    factors: Float[Array, "chunks heads tokens"],
+    used: Int[Array, "1"],
+    dtype: Any,
+    *,
+    interpret: Any = False,
+) -> Float[Array, "chunks heads 2 tokens tokens"]:
+    """Return ``inverse(1 + weights) factors`` of each chunk [read token, token], as a high and a low part.
+
+    Args:
+        weights: what the value of a token (last axis but one) counts in that of another one; 0 if it is not before it.
+        factors: factors of the read tokens' values.
+        used: number of chunks; the results of further ones are undefined.
+        dtype: dtype of the parts.
+        interpret: False, or jax's parameters for interpreting the kernel and detecting races.
+    """
+    from jax.experimental.pallas import mosaic_gpu as plgpu  # needs absl: imported only where it is used
+
+    chunks, heads = weights.shape[:2]
+    registers = _ChunkRegisters(plgpu, dtype, interpret)
+
+    def run(refs, matrix, parts, arrived):
+        (weights, factors, used, inverse), place = refs, (jax.lax.axis_index("chunk"), jax.lax.axis_index("head"))
+
+        @pl.when(place[0] < used[0])
+        def _():
+            plgpu.copy_gmem_to_smem(weights.at[place], matrix, arrived)
+            column = registers.index(1)
+            plgpu.barrier_wait(arrived)
+
+            def substitute(token, rows):
+                solved = jnp.sum(jnp.where(column == token, rows, 0.0), axis=1)
+                solved = jax.lax.broadcast_in_dim(solved, rows.shape, [0])
+                return rows - solved * registers.per_column(matrix.at[token])
+
+            unit = registers.cast(jnp.where(registers.index(0) == column, 1.0, 0.0))
+            solved = jax.lax.fori_loop(0, CHUNK, substitute, unit)
+            for part, of in enumerate(registers.parts(solved * registers.per_row(factors.at[place]))):
+                parts[part] = of
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(parts, inverse.at[place])
+            plgpu.wait_smem_to_gmem(0)
+
+    memory = plgpu.SMEM((CHUNK, CHUNK), jnp.float32), _tiled(plgpu, (2, CHUNK, CHUNK), dtype), plgpu.Barrier()
+    out = jax.ShapeDtypeStruct((chunks, heads, 2, CHUNK, CHUNK), dtype)
+    grid = {"head": heads, "chunk": chunks}
+    return _call(plgpu, run, "solve_chunks", grid, out, memory, (weights, factors, used), interpret)
+
+
+class _ChunkMemory(NamedTuple):
+    """The shared memory of a CTA of `advance`: the rows and tables of `STAGES` chunks, and outputs."""
+
+    queries: Any
+    keys: Any
+    values: Any
+    inverse: Any
+    scores: Any
+    decays: Any
+    outputs: Any
+    arrived: Any
+
+
+def advance(
+    state: States,
+    rows: tuple[Array, Array, Array],
+    tables: ChunkTables,
+    pieces: ChunkedPieces,
+    *,
+    interpret: Any = False,
+) -> tuple[Float[Array, "chunks tokens channels"], Float[Array, "pieces heads value_dim tokens"], States]:
+    """Compute the outputs of all chunks and the corrected values of each piece's last one, in float32, and states.
+
+    Args:
+        state: states of all slots [slots, ...], overwritten in place if donated.
+        rows: queries, keys and values of the tokens of chunks [chunks, `CHUNK`, channels of all heads], bfloat16.
+        tables: what else is read of chunks.
+        pieces: the pieces, whose slots are distinct; nothing is computed of a piece without chunks.
+        interpret: False, or jax's parameters for interpreting the kernel and detecting races.
+
+    Returns:
+        Outputs, and corrected values, which are rounded to bfloat16; those that no piece has are undefined. Last the
+        states of all slots, those of the pieces after the last token that advances them.
+    """
+    from jax.experimental.pallas import mosaic_gpu as plgpu  # needs absl: imported only where it is used
+
+    (_, heads, value_dim, key_dim), dtype, chunks = state.shape, rows[0].dtype, len(rows[0])
+
+    def run(refs, *memory):
+        state, *inputs, outputs, corrected = refs
+        _ChunkCta(
+            _ChunkRegisters(plgpu, dtype, interpret), state, inputs, (outputs, corrected), _ChunkMemory(*memory)
+        ).run()
+
+    def staged(*shape):
+        return _tiled(plgpu, (STAGES, *shape), dtype)
+
+    memory = _ChunkMemory(
+        queries=staged(CHUNK, key_dim),
+        keys=staged(CHUNK, key_dim),
+        values=staged(CHUNK, ROWS),
+        inverse=staged(2, CHUNK, CHUNK),
+        scores=staged(2, CHUNK, CHUNK),
+        decays=plgpu.SMEM((STAGES, 2, CHUNK), jnp.float32),
+        outputs=_tiled(plgpu, (CHUNK, ROWS), jnp.float32),
+        arrived=plgpu.Barrier(num_arrivals=6, num_barriers=STAGES),
+    )
+    out = (
+        jax.ShapeDtypeStruct((chunks, CHUNK, heads * value_dim), jnp.float32),
+        jax.ShapeDtypeStruct((len(pieces.slots), heads, value_dim, CHUNK), jnp.float32),
+    )
+    grid = {"part": value_dim // ROWS, "head": heads, "piece": len(pieces.slots)}
+    states = jax.new_ref(state)
+    inputs = states, *rows, *tables, *pieces
+    outputs, corrected = _call(plgpu, run, "advance_chunks", grid, out, memory, inputs, interpret)
+    return outputs, corrected, jax.freeze(states)
+
+
+class _ChunkCta:
+    """The operations of one CTA of `advance`."""
+
+    def __init__(self, registers, state, inputs, outputs, memory):
+        self.registers, self.plgpu, self.memory = registers, registers.plgpu, memory
+        self.state, (self.outputs, self.corrected) = state, outputs
+        self.rows, self.tables, pieces = inputs[:3], ChunkTables(*inputs[3:7]), ChunkedPieces(*inputs[7:])
+        part, self.head, self.piece = (jax.lax.axis_index(axis) for axis in ("part", "head", "piece"))
+        _, heads, value_dim, key_dim = state.shape
+        key_head = jax.lax.div(self.head, heads // (self.rows[1].shape[2] // key_dim))
+        self.channels = pl.ds(part * ROWS, ROWS)
+        self.value_columns = pl.ds(self.head * value_dim + part * ROWS, ROWS)
+        self.key_columns = pl.ds(key_head * key_dim, key_dim)
+        self.slot, self.is_new, self.first, self.count = (of[self.piece] for of in pieces)
+
+    def run(self):
+        @pl.when(self.count > 0)
+        def _():
+            for index in range(STAGES):
+                pl.when(index < self.count)(partial(self.fetch, jnp.int32(index)))
+            place = self.slot, self.head, self.channels
+            state = self.registers.load(self.state.at[place])
+            state = jnp.where(jnp.broadcast_to(self.is_new == 1, state.shape), 0.0, state)
+            self.state[place] = jax.lax.fori_loop(0, self.count, self.chunk, state)
+            self.plgpu.wait_smem_to_gmem(0)
+
+    def fetch(self, index):
+        """Begins to load a chunk."""
+        memory, tables, chunk, stage = self.memory, self.tables, self.first + index, jax.lax.rem(index, STAGES)
+        columns = self.key_columns, self.key_columns, self.value_columns
+        sources = [rows.at[chunk, :, of] for rows, of in zip(self.rows, columns, strict=True)]
+        sources += [of.at[chunk, self.head] for of in tables[:3]]
+        for source, target in zip(sources, memory[:6], strict=True):
+            self.plgpu.copy_gmem_to_smem(source, target.at[stage], memory.arrived.at[stage])
+
+    def chunk(self, index, state):
+        """Computes a chunk, and returns the state after it."""
+        registers, chunk, stage = self.registers, self.first + index, jax.lax.rem(index, STAGES)
+        queries, keys, values, inverse, scores, decays = (of.at[stage] for of in self.memory[:6])
+        total = self.tables.total[chunk, self.head]
+        self.plgpu.barrier_wait(self.memory.arrived.at[stage])
+        high, low = registers.parts(state)
+        seen, read = (registers.product((high, rows.T), (low, rows.T)) for rows in (keys, queries))
+        path = registers.per_column(decays.at[0])
+        wanted = registers.transposed(values).astype(jnp.float32) - seen * path
+        high, low = registers.parts(wanted)
+        corrected = registers.product((high, inverse.at[0]), (low, inverse.at[0]), (high, inverse.at[1]))
+        corrected = corrected.astype(registers.dtype)
+        outputs = registers.product((corrected, scores.at[0]), (corrected, scores.at[1])) + read * path
+        high, low = registers.parts(corrected.astype(jnp.float32) * registers.per_column(decays.at[1]))
+        state = registers.product((high, keys), (low, keys), to=state * total)
+
+        @pl.when(index == self.count - 1)
+        def _():
+            self.corrected[self.piece, self.head, self.channels] = corrected.astype(jnp.float32)
+
+        self.store(chunk, outputs)
+        pl.when(index + STAGES < self.count)(partial(self.fetch, index + STAGES))
+        return state
+
+    def store(self, chunk, outputs):
+        """Begins to store outputs; the warpgroup has read its stage when this returns."""
+        self.plgpu.wait_smem_to_gmem(0)
+        self.registers.store_transposed(self.memory.outputs, outputs)
+        self.plgpu.commit_smem()
+        self.plgpu.copy_smem_to_gmem(self.memory.outputs, self.outputs.at[chunk, :, self.value_columns])
+
+
+def _tiled(plgpu, shape, dtype):
+    """Returns shared memory whose rows are in boxes of 128 bytes, as the tensor cores read them."""
+    columns = 128 // jnp.dtype(dtype).itemsize
+    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128)))
+
+
+def _call(plgpu, run, name, grid, out, memory, inputs, interpret):
+    def entry(*refs):
+        pl.run_scoped(lambda *memory: run(refs, *memory), *memory, collective_axes="warpgroup")
+
+    return plgpu.kernel(
+        entry,
+        out_type=out,
+        grid=tuple(grid.values()),
+        grid_names=tuple(grid),
+        num_threads=1,
+        thread_name="warpgroup",
+        kernel_name=name,
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=False),
+        interpret=interpret,
+    )(*inputs)
