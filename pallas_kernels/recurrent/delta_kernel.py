@@ -207,11 +207,11 @@ class _Cta:
     def start(self, slot, position, nodes=None):
         """Starts to load the state of a slot, the block of records that has a position, and the nodes."""
         blocks = self.keys.shape[1] // EVERY
-        rows = pl.ds(jax.lax.rem(jax.lax.div(position, EVERY), blocks) * EVERY, EVERY)
+        block = pl.ds(jax.lax.rem(jax.lax.div(position, EVERY), blocks) * EVERY, EVERY)
         loads = [
             (self.state.at[slot, self.head, self.channels], self.memory.state),
-            (self.keys.at[slot, rows, self.key_head], self.memory.keys),
-            (self.values.at[slot, rows, self.head, self.channels], self.memory.values),
+            (self.keys.at[slot, block, self.key_head], self.memory.keys),
+            (self.values.at[slot, block, self.head, self.channels], self.memory.values),
         ]
         if nodes is not None:
             first = jnp.minimum(position, 0) * UNIT  # not constant: rows past the last one are read as zeros

@@ -120,7 +120,7 @@ def nodes_of(new: DeltaTokens, seen: Bool[Array, "batch tokens tokens"]) -> Node
     scales = jnp.exp(gated_delta.path_decays(new.decays, seen))
     rows = jnp.stack([new.rates, new.rates * scales, scales], axis=2)
     tables = jnp.concatenate([padded(weights, 2, 3), padded(scores, 2, 3), padded(rows, 3)], axis=2)
-    by_token = (jnp.swapaxes(of, 1, 2) for of in (new.keys, new.queries, new.values))
+    keys, queries, values = (jnp.swapaxes(of, 1, 2) for of in (new.keys, new.queries, new.values))
     if new.decays.shape[2] > UNIT:  # fewer are padded when they are loaded
-        by_token = (padded(of, 1) for of in by_token)
-    return Nodes(*by_token, tables)
+        keys, queries, values = (padded(of, 1) for of in (keys, queries, values))
+    return Nodes(keys, queries, values, tables)
