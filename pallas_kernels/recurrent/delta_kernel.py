@@ -29,7 +29,7 @@ COLUMNS = 32  # columns of the state that are in registers at a time
 
 def behind_of(
     decays: Float[Array, "batch heads every"], exists: Bool[Array, "#batch #heads #every"]
-) -> Float[Array, "batch heads every1"]:
+) -> Float[Array, "batch heads factors"]:
     """Return the decays behind the records of one block of `EVERY` positions, as factors.
 
     Args:
@@ -37,12 +37,13 @@ def behind_of(
         exists: which of the records are read.
 
     Returns:
-        The factor of each record, 0 for one that is not read, and last that of the state before all of them.
+        The factor of each record, 0 for one that is not read, then that of the state before all of them. The latter
+        stands there `UNIT` times, so that the factors of a head begin at a multiple of 32 bytes.
     """
     decays = jnp.where(exists, decays, 0)
-    is_behind = jnp.concatenate([~jnp.tri(EVERY, dtype=bool), jnp.ones((1, EVERY), bool)])
+    is_behind = jnp.concatenate([~jnp.tri(EVERY, dtype=bool), jnp.ones((UNIT, EVERY), bool)])
     factors = jnp.exp(jnp.sum(jnp.where(is_behind, decays[..., None, :], 0), axis=-1))
-    is_read = jnp.pad(jnp.broadcast_to(exists, decays.shape), ((0, 0), (0, 0), (0, 1)), constant_values=True)
+    is_read = jnp.pad(jnp.broadcast_to(exists, decays.shape), ((0, 0), (0, 0), (0, UNIT)), constant_values=True)
     return jnp.where(is_read, factors, 0)
 
 
@@ -62,7 +63,7 @@ def fold(
     ring: RecordRing,
     slots: Int[Array, "batch"],
     first: Int[Array, "batch"],
-    behind: Float[Array, "batch heads every1"],
+    behind: Float[Array, "batch heads factors"],
     *,
     interpret: Any = False,
 ) -> States:
@@ -103,7 +104,7 @@ def verify(
     ring: RecordRing,
     slots: Int[Array, "batch"],
     lengths: Int[Array, "batch"],
-    behind: Float[Array, "batch heads every1"],
+    behind: Float[Array, "batch heads factors"],
     nodes: Nodes,
     *,
     interpret: Any = False,
@@ -149,8 +150,8 @@ class _Memory(NamedTuple):
     node_keys: Any = None  # [nodes, key_dim]
     node_queries: Any = None
     node_values: Any = None  # [nodes, ROWS]; later the corrected ones
-    tables: Any = None  # [2 nodes + 3, nodes]
     outputs: Any = None  # [nodes, ROWS]
+    tables: Any = None  # [2 nodes + 3, nodes]
 
 
 def _call(plgpu, run, name, state, ring, inputs, results, nodes, interpret):
@@ -166,8 +167,8 @@ def _call(plgpu, run, name, state, ring, inputs, results, nodes, interpret):
         tables = plgpu.SMEM((2 * nodes + 3, nodes), jnp.float32)
         of_nodes = [memory(nodes, key_dim, 32)] * 2 + [
             memory(nodes, ROWS, 64),
-            tables,
             memory(nodes, ROWS, 32, jnp.float32),
+            tables,
         ]
 
     def entry(*refs):
@@ -201,7 +202,7 @@ class _Cta:
         self.plgpu, self.layout, self.memory, self.interpret = plgpu, plgpu.Layout.WGMMA, memory, interpret
         self.state, self.keys, self.values, self.behind = refs
         part, self.head, self.sequence = (jax.lax.axis_index(name) for name in ("part", "head", "sequence"))
-        self.key_head = jax.lax.div(self.head, self.state.shape[1] // self.keys.shape[1])
+        self.key_head = jax.lax.div(self.head, self.state.shape[1] // self.keys.shape[2])
         self.channels = pl.ds(part * ROWS, ROWS)
 
     def start(self, slot, position, nodes=None):

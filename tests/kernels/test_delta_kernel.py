@@ -16,7 +16,7 @@ from pallas_kernels.recurrent.record_ring import RecordRing
 from pallas_kernels.recurrent.records import EVERY, DeltaTokens, Records
 from tests.support.mosaic import interpreted
 
-SLOTS, KEY_HEADS, HEADS, DIM = 3, 1, 2, 128
+SLOTS, KEY_HEADS, HEADS, DIM = 3, 2, 4, 128
 TREE = [-1, 0, 0, 1, 1, 2, 3, 3, 4, 8]
 
 
