@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -133,24 +133,9 @@ DRAFTERS: dict[str, Callable[[Model], Drafter | None]] = {
 }
 
 
-class TargetKind(NamedTuple):
-    """A target, and the number of tokens with which all prompts begin."""
-
-    make: Callable[[], Model]
-    header: int = 0
-
-
-@cache
-def hybrid() -> Model:
-    return tiny.hybrid(engines.VOCAB)
-
-
-ATTENTION, HYBRID = TargetKind(engines.target), TargetKind(hybrid, header=40)
-
-
 @cache
 def engine_with(
-    name: str, rounds: int, make: Callable[..., Engine] = engines.make, kind: TargetKind = ATTENTION
+    name: str, rounds: int, make: Callable[..., Engine] = engines.make, kind: engines.TargetKind = engines.ATTENTION
 ) -> Engine:
     """Return an engine with four slots and pages for little more than two long requests."""
     return make(
@@ -170,7 +155,9 @@ def engine_with(
 
 
 def alone(
-    submissions: list[Submission], make: Callable[..., Engine] = engines.make, kind: TargetKind = ATTENTION
+    submissions: list[Submission],
+    make: Callable[..., Engine] = engines.make,
+    kind: engines.TargetKind = engines.ATTENTION,
 ) -> list[list[list[int]]]:
     """Return each request's tokens when it runs alone, by plain decoding without prefix cache."""
     plain = make(

@@ -1,7 +1,7 @@
 """Threads and asyncio tasks use one engine as servers do, for some seconds, on a real device as long as one asks.
 
 They complete, stream, read slowly, cancel, abort and send wrong requests, while pages are few and steps fail. Each
-result is compared with the tokens of its request alone. `pytest -s` prints a table; for ten minutes on a real device
+result is compared with the tokens of its request alone. `pytest -s` prints a table; for ten minutes with each target
 run `JSPEC_SOAK_SECONDS=600 pytest -m long -s tests/engine/test_soak_threads.py`.
 """
 
@@ -176,16 +176,16 @@ def memory() -> float:
 @pytest.mark.parametrize(
     ("make", "kind", "seconds"),
     [
-        pytest.param(paper.make, soak.ATTENTION, 3.0, id="paper"),
-        pytest.param(engines.make, soak.ATTENTION, SECONDS, id="attention", marks=pytest.mark.long),
-        pytest.param(engines.make, soak.HYBRID, SECONDS, id="hybrid", marks=pytest.mark.long),
+        pytest.param(paper.make, engines.ATTENTION, 3.0, id="paper"),
+        pytest.param(engines.make, engines.ATTENTION, SECONDS, id="attention", marks=pytest.mark.long),
+        pytest.param(engines.make, engines.HYBRID, SECONDS, id="hybrid", marks=pytest.mark.long),
     ],
 )
 def test_engine_under_threads_tasks_and_faults_returns_right_tokens_and_releases_all(
     monkeypatch: pytest.MonkeyPatch,
     compiled: list[str],
     make: Callable[..., Engine],
-    kind: soak.TargetKind,
+    kind: engines.TargetKind,
     seconds: float,
 ) -> None:
     engine = soak.engine_with("eagle3", 1, make, kind)

@@ -24,7 +24,7 @@ BUDGETS = {
     "tests/engine/test_family_engines.py": 21,
     "tests/engine/test_given_device.py": 9,
     "tests/engine/test_grammar_decoding.py": 13,
-    "tests/engine/test_hybrids.py": 32,
+    "tests/engine/test_hybrids.py": 42,
     "tests/engine/test_known_programs.py": 11,
     "tests/engine/test_lossless.py": 19,
     "tests/engine/test_output_processor.py": 9,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -99,6 +100,21 @@ def _with_bytes(values: Any) -> Any:
 @cache
 def target() -> Model:
     return tiny.model(VOCAB, layers=1)
+
+
+@cache
+def hybrid() -> Model:
+    return tiny.hybrid(VOCAB)
+
+
+class TargetKind(NamedTuple):
+    """A target, and the number of tokens with which all prompts of a test begin."""
+
+    make: Callable[[], Model]
+    header: int = 0
+
+
+ATTENTION, HYBRID = TargetKind(target), TargetKind(hybrid, header=40)  # a state is kept at 32 tokens
 
 
 @cache
