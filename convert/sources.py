@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import final
 
+import ml_dtypes  # noqa: F401 (gives numpy bfloat16 and float8)
 import numpy as np
-from ml_dtypes import float8_e4m3fn
 from safetensors import SafetensorError, safe_open
 
 from convert.fields import LFS_ADVICE, LFS_POINTER, CheckpointError, listed, read_json, short
@@ -34,7 +34,7 @@ class Tensor:
     shape: Shape
     dtype: str  # name of the dtype, as numpy spells it
     file: Path  # file that holds the tensor
-    start: int | None = None  # offset in bytes of the first value in the file; None: the file's library finds it
+    start: int = 0  # offset in bytes of the first value in a safetensors file
 
 
 class Source(abc.ABC):
@@ -110,8 +110,8 @@ def is_finite(values: np.ndarray) -> bool:
 class Safetensors(Source):
     """The tensors of safetensors files.
 
-    Each read opens the file again, because an open memory mapping keeps in memory what was read. float8 values are read
-    without the library, which has no numpy dtype for them.
+    Each read opens the file again, because an open memory mapping keeps in memory what was read. Values are read
+    without the library, which would read the whole header each time, and has no numpy dtype for float8.
     """
 
     def _headers(self, file: Path) -> dict[str, Tensor]:
@@ -122,18 +122,20 @@ class Safetensors(Source):
                     name: Tensor(tuple(s.get_shape()), SAFETENSORS_DTYPES.get(s.get_dtype(), s.get_dtype()), file)
                     for name, s in slices.items()
                 }
-            float8 = [name for name, tensor in headers.items() if tensor.dtype == FLOAT8]
-            starts = _starts(file) if float8 else {}
-            return headers | {name: replace(headers[name], start=starts[name]) for name in float8}
+            starts = _starts(file)
+            return {name: replace(tensor, start=starts[name]) for name, tensor in headers.items()}
         except (SafetensorError, OSError) as error:
             raise incomplete(file, "safetensors file", error) from error
 
     def read(self, name: str, start: int, stop: int) -> np.ndarray:
         tensor = self.tensors[name]
-        if tensor.start is not None:
-            return _read_float8(tensor, start, stop)
-        with safe_open(tensor.file, "numpy") as opened:
-            return opened.get_slice(name)[start:stop] if tensor.shape else opened.get_tensor(name)[None]
+        row, dtype = math.prod(tensor.shape[1:]), np.dtype(tensor.dtype)
+        values = np.empty((stop - start) * row * dtype.itemsize, np.uint8)
+        with tensor.file.open("rb") as opened:
+            opened.seek(tensor.start + start * row * dtype.itemsize)
+            if opened.readinto(values.data) != values.size:
+                raise OSError(f"the file ends within rows {start} to {stop}")
+        return values.view(dtype).reshape(stop - start, *tensor.shape[1:])
 
 
 def _starts(file: Path) -> dict[str, int]:
@@ -142,17 +144,6 @@ def _starts(file: Path) -> dict[str, int]:
         size = int.from_bytes(opened.read(8), "little")
         header = json.loads(opened.read(size))
     return {name: 8 + size + entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__"}
-
-
-def _read_float8(tensor: Tensor, start: int, stop: int) -> np.ndarray:
-    """Read rows ``start`` to ``stop - 1`` of a float8_e4m3fn tensor of a safetensors file."""
-    row = math.prod(tensor.shape[1:])
-    with tensor.file.open("rb") as opened:
-        opened.seek((tensor.start or 0) + start * row)
-        data = opened.read((stop - start) * row)
-    if len(data) != (stop - start) * row:
-        raise OSError(f"the file ends within rows {start} to {stop}")
-    return np.frombuffer(data, float8_e4m3fn).reshape(stop - start, *tensor.shape[1:])
 
 
 def incomplete(file: Path, what: str, error: object) -> CheckpointError:

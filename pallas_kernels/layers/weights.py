@@ -10,9 +10,10 @@ Each row of x is quantised separately, so its result does not depend on other ro
 in the last bit of a float32 sum into a relative difference of 1/16. Therefore "fp8_dynamic" keeps the probabilities of
 decoding only up to such rounding errors, not bit for bit.
 
-A weight of int8 or fp8 may instead have a scale for each group of input channels in each row (`grouped_matmul`). A
-weight of int4 always has such scales, and may have zero points (`int4`). Only experts may be of mxfp4, whose scales are
-powers of two, stored in a byte (`mxfp4`). Experts of both kinds are packed in another order (`expert_bytes`).
+A weight of int8 or fp8 may instead have a scale for each group of input channels in each row (`grouped_matmul`), and
+so may experts (`expert_matmul`). A weight of int4 always has such scales, and may have zero points (`int4`). Only
+experts may be of mxfp4, whose scales are powers of two, stored in a byte (`mxfp4`). Experts of both kinds of four bits
+are packed in another order (`expert_bytes`).
 """
 
 from dataclasses import dataclass, field, replace
@@ -61,7 +62,7 @@ class Quantized:
     """A quantised weight [out, inner], equal to values * scale[:, None]; or one of experts [experts, out, inner].
 
     With group scales [out, groups], each scale belongs to the next inner / groups columns of its row. The scales of
-    experts are [experts, out], or of packed values [experts, out, groups].
+    experts are [experts, out] or [experts, out, groups].
     """
 
     values: Num[Array, "*experts out inner"] | UInt8[Array, "*experts out blocks bytes"]  # int8, float8 or packed
@@ -107,8 +108,8 @@ class Quantized:
         """The same dense weight with group scales: if a row has one scale, its columns are one group."""
         return self if self.has_groups else replace(self, scale=self.scale[:, None])
 
-    def rows(self, index: Int[Array, " rows"] | slice) -> "Quantized":
-        """Returns some rows of the weight, or some experts, as a weight with the same values."""
+    def rows(self, index: Int[Array, "*rows"] | slice | int) -> "Quantized":
+        """Returns some rows of the weight, or some experts or one, as a weight with the same values."""
         return Quantized(kind=self.kind, **{name: array[index] for name, array in self.arrays.items()})
 
 

@@ -7,8 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors import safe_open
+from safetensors.numpy import save_file
 
 from convert import huggingface, sources
+from convert.sources import Safetensors
 from jspec.draft import auto
 from tests.support import byte_pair, folders
 from tests.support.folders import BFLOAT16, EAGLE, HEAD, TARGET, assert_same, expected_target, loaded, stored, without
@@ -71,6 +74,28 @@ def test_conversion_batches_from_torch_files_equal_those_from_safetensors(tmp_pa
     if shards > 1:
         (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": index}))
     assert_same(loaded(folder), loaded(safe))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16", "int64", "int32", "uint8", "bool"])
+def test_rows_of_a_safetensors_file_are_those_that_the_library_reads(tmp_path, dtype):
+    rng = np.random.default_rng(0)
+    tensors = {
+        name: rng.integers(0, 100, shape).astype(dtype) for name, shape in {"a": (7,), "b": (5, 3, 2), "c": ()}.items()
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    source = Safetensors([tmp_path / "model.safetensors"])
+    with safe_open(tmp_path / "model.safetensors", "numpy") as opened:
+        for name in "ab":
+            got, wanted = source.read(name, 2, 4), opened.get_slice(name)[2:4]
+            assert got.dtype == wanted.dtype == dtype and got.flags.writeable
+            np.testing.assert_array_equal(got, wanted)
+            assert dtype == "bool" or not np.array_equal(got, opened.get_slice(name)[1:3]), "control: other rows"
+        np.testing.assert_array_equal(source.read("c", 0, 1), opened.get_tensor("c")[None])
+    (tmp_path / "model.safetensors").write_bytes((tmp_path / "model.safetensors").read_bytes()[:-1])
+    last = max(tensors, key=lambda name: source.tensors[name].start)
+    rows = len(np.atleast_1d(tensors[last]))
+    with pytest.raises(OSError, match=f"the file ends within rows 0 to {rows}"):
+        source.read(last, 0, rows)
 
 
 def test_conversion_batches_omit_old_rotary_buffers(tmp_path):

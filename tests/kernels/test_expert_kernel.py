@@ -1,11 +1,11 @@
-"""Compare the Hopper kernel of packed experts with float64 in jax's interpreter, and compile it for an H200."""
+"""Compare the Hopper kernel of narrow experts with float64 in jax's interpreter, and compile it for an H200."""
 
 from __future__ import annotations
 
 import functools
 import itertools
 import re
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ import pytest
 
 from pallas_kernels.layers.experts.expert_blocks import blocks_of
 from pallas_kernels.layers.experts.expert_boxes import box_of, places
-from pallas_kernels.layers.experts.expert_bytes import pack, place_of, registered
+from pallas_kernels.layers.experts.expert_bytes import PACKED, pack, place_of, registered
 from pallas_kernels.layers.experts.expert_kernel import multiply_chosen
 from pallas_kernels.layers.experts.expert_matmul import Gate
 from pallas_kernels.layers.experts.expert_mlp import ExpertMlp, expert_mlp, multiply_packed
@@ -24,7 +24,7 @@ from pallas_kernels.layers.experts.expert_rows import MOST_LISTED, gather_blocks
 from pallas_kernels.layers.experts.expert_tiling import choose_tiles
 from pallas_kernels.layers.packed.int4_tiling import Int4Tiles
 from pallas_kernels.layers.weights import Quantized
-from tests.kernels.test_expert_matmul import LIMITED, choices, loop, packed
+from tests.kernels.test_expert_matmul import BLOCKS, LIMITED, choices, joined, loop, narrow, quantized
 from tests.support.arrays import on_device
 from tests.support.h200 import compile_for_h200
 from tests.support.mosaic import interpreted as run_interpreted
@@ -169,6 +169,9 @@ def interpreted(*arguments: Any, function: Any, **options: Any) -> np.ndarray:
         ("mxfp4", 320, 32, 4, "any", None, Int4Tiles(8, 1, 3, 3, 1, 3, width=48, copies_scales=True)),
         ("mxfp4", 640, 32, 3, "rows without experts", None, Int4Tiles(8, 1, 2, 2, 1, 2, depth=2, copies_scales=True)),
         ("mxfp4", 320, 32, 4, "any", Gate(), Int4Tiles(8, 1, 1, 2, 1, 2, depth=2, copies_scales=True)),
+        ("fp8", 384, 128, 9, "an expert without rows", LIMITED, Int4Tiles(8, 1, 2, 2, 1, 2, copies_scales=True)),
+        ("fp8", 640, 128, 3, "rows without experts", None, Int4Tiles(8, 1, 4, 2, 1, 2, width=48)),  # a copy of 4 slices
+        ("fp8", 512, 256, 20, "all rows to the same experts", Gate(), Int4Tiles(16, 2, 1, 3, 1, 2, has_loader=True)),
         ("int4", 768, 128, 3, "any", None, Int4Tiles(8, 2, 1, 2, 1, 1, depth=2, copies_scales=True)),
         ("int4", 1024, 256, 3, "any", LIMITED, Int4Tiles(8, 1, 4, 2, 1, 2, depth=2, width=48, copies_scales=True)),
         (
@@ -182,11 +185,11 @@ def interpreted(*arguments: Any, function: Any, **options: Any) -> np.ndarray:
         ),  # two copies of a slot's weights
     ],
 )
-def test_hopper_kernel_of_packed_experts_interpreted_matches_a_loop_over_rows(
+def test_hopper_kernel_of_narrow_experts_interpreted_matches_a_loop_over_rows(
     kind: str, inner: int, group: int, rows: int, chosen: str, gate: Gate | None, tiles: Int4Tiles
 ) -> None:
     """The interpreter also fails if a barrier is passed too early or has arrivals left at the end."""
-    weight, wide = packed(kind, inner, group, 96 if tiles.width == 48 else 128)
+    weight, wide = narrow(kind, inner, group, 96 if tiles.width == 48 else 128)
     rng = np.random.default_rng(rows)
     x = on_device(rng.normal(size=(rows, inner)), BF16)
     own = np.full((2, rows), -1, np.int32) if chosen == "none" else choices(chosen, 5, 2, rows)
@@ -204,7 +207,7 @@ def test_hopper_kernel_of_packed_experts_interpreted_matches_a_loop_over_rows(
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("kind", ["mxfp4", "int4"])
+@pytest.mark.parametrize("kind", PACKED)
 def test_place_of_a_column_is_where_it_is_registered(kind: str) -> None:
     columns = np.arange(256, dtype=np.int32)
     (order,) = registered(columns[None], kind)
@@ -216,6 +219,7 @@ def test_place_of_a_column_is_where_it_is_registered(kind: str) -> None:
     ("kind", "group", "out", "width", "chosen"),
     [
         ("mxfp4", 32, 192, 48, "rows without experts"),
+        ("fp8", 128, 256, 64, "rows without experts"),
         pytest.param("int4", 128, 256, 64, "all rows to the same experts", marks=pytest.mark.matrix),
     ],
 )
@@ -223,7 +227,7 @@ def test_rows_written_for_the_next_product_interpreted_are_its_x(
     kind: str, group: int, out: int, width: int, chosen: str
 ) -> None:
     """96 channels of mxfp4 fill three quarters of a slice; the interpreter's memory is NaN where nothing is written."""
-    (gate_up, wide), (down, own_wide) = packed(kind, 128, group, out), packed(kind, out // 2, group)
+    (gate_up, wide), (down, own_wide) = narrow(kind, 128, group, out), narrow(kind, out // 2, group)
     rng = np.random.default_rng(out)
     x, own = on_device(rng.normal(size=(3, 128)), BF16), choices(chosen, 5, 2, 3)
     biases = [on_device(rng.normal(size=one.shape[:2]), BF16) for one in (wide, own_wide)]
@@ -239,13 +243,28 @@ def test_rows_written_for_the_next_product_interpreted_are_its_x(
     assert np.abs(got - reversed_channels).max() > 0.1 * scale, "control: channels in another order"
 
 
-SHAPES = {"gpt-oss-20b": (32, 4, 2880, 2880), "qwen3-30b-a3b": (128, 8, 2048, 768)}  # experts, chosen, hidden, width
-KINDS = {"gpt-oss-20b": "mxfp4", "qwen3-30b-a3b": "int4"}
-GROUPS = {"mxfp4": 32, "int4": 128}  # columns of a scale
+SHAPES = {
+    "gpt-oss-20b": (32, 4, 2880, 2880),
+    "qwen3-30b-a3b": (128, 8, 2048, 768),
+    "qwen3.5-35b-a3b": (256, 8, 2048, 512),
+    "deepseek-v2-lite": (64, 6, 2048, 1408),
+}  # experts, chosen, hidden, width
+KINDS = {"gpt-oss-20b": "mxfp4", "qwen3-30b-a3b": "int4", "qwen3.5-35b-a3b": "fp8", "deepseek-v2-lite": "fp8"}
+GROUPS = {"mxfp4": 32, "int4": 128, "fp8": 128}  # columns of a scale
+
+
+def stored_experts(kind: Any, experts: int, out: int, inner: int) -> Quantized:
+    """Return the shapes of experts with scales of groups."""
+    new = jax.ShapeDtypeStruct
+    scale: Any = new((experts, out, inner // GROUPS[kind]), jnp.uint8 if kind == "mxfp4" else F32)
+    values: Any = new((experts, out, inner), jnp.float8_e4m3fn)
+    if kind != "fp8":
+        values = new((experts, out, inner // 32, 16), jnp.uint8)
+    return Quantized(values, scale, kind)
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", ["gpt-oss-20b", "qwen3-30b-a3b"])
 @pytest.mark.parametrize(("rows", "height"), [(1, 8), (8, 8), (40, 16), (160, 32)])
 def test_tiles_of_packed_experts_divide_the_channels_and_hold_the_rows_of_an_expert(
     shape: str, rows: int, height: int
@@ -267,6 +286,23 @@ def test_tiles_of_packed_experts_divide_the_channels_and_hold_the_rows_of_an_exp
     assert find((chosen, 1), (experts, 96, width)) is None, "96 channels"
     many = find((chosen, 1), (experts, 64, 1 << 20), groups=(1 << 20) // GROUPS[kind])
     assert many and not many.copies_scales, "the scales of a tile are more than a copy has"
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("shape", [shape for shape, kind in KINDS.items() if kind == "fp8"])
+@pytest.mark.parametrize("rows", [1, 8, 40, 160, 256])
+def test_tiles_of_float8_experts_fit_into_shared_memory_and_registers(shape: str, rows: int) -> None:
+    """65,536 registers are divided among the threads; those that each takes are of the programs compiled below."""
+    experts, chosen, hidden, width = SHAPES[shape]
+    for out, inner, gated in ((2 * width, hidden, True), (hidden, width, False)):
+        own = experts, out, inner
+        tiles = choose_tiles((chosen, rows), own, inner // 128, "fp8", gated=gated, multiprocessors=132)
+        assert tiles and tiles.stages >= 2 and tiles.depth == 1 and out % (tiles.width * tiles.channels) == 0
+        slot = tiles.slices * 128 * (2 * tiles.height + 64 * tiles.channels)
+        sums = (tiles.splits - 1) * tiles.channels * 64 * tiles.height * 4
+        scales = 2 * 64 * tiles.channels * inner // 128 * 4 if tiles.copies_scales else 0
+        assert tiles.stages * slot + sums + scales <= 227 * 1024
+        assert 65536 // (128 * tiles.warpgroups) >= (120 if tiles.height == 32 else 96 if tiles.height < 32 else 128)
 
 
 @pytest.mark.once
@@ -294,44 +330,36 @@ def test_scales_are_kept_until_the_last_slot_of_their_work_item_is_released() ->
 
 @mosaic
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("rows", [1, 8, pytest.param(40, marks=pytest.mark.matrix), 160])
+@pytest.mark.parametrize("rows", [1, 8, pytest.param(40, marks=pytest.mark.matrix), 160, 256])
 @pytest.mark.parametrize("gated", [False, True])
-def test_product_of_packed_experts_compiled_for_h200_spills_no_registers(
+def test_product_of_narrow_experts_compiled_for_h200_spills_no_registers(
     shape: str, rows: int, gated: bool, compile_with_ptxas_output: Any
 ) -> None:
     (experts, chosen, hidden, width), kind, new = SHAPES[shape], KINDS[shape], jax.ShapeDtypeStruct
     out, inner = (2 * width, hidden) if gated else (hidden, width)
     own = experts, out, inner
     tiles = choose_tiles((chosen, rows), own, inner // GROUPS[kind], kind, gated=gated, multiprocessors=132)
-    groups = new((experts, out, inner // 32), jnp.uint8) if kind == "mxfp4" else new((experts, out, inner // 128), F32)
 
     @jax.jit
-    def product(x: Any, values: Any, scale: Any, bias: Any, indices: Any) -> jax.Array:
+    def product(x: Any, weight: Any, bias: Any, indices: Any) -> jax.Array:
         fixed: dict[str, Any] = {"gate": LIMITED if gated else None, "tiles": tiles, "dtype": BF16}
-        return multiply_chosen(x, Quantized(values, scale, kind), bias, None, indices, **fixed)
+        return multiply_chosen(x, weight, bias, None, indices, **fixed)
 
-    arrays = [new((experts, out, inner // 32, 16), jnp.uint8), groups, new((experts, out), BF16)]
-    program, printed = compile_with_ptxas_output(
-        product, new((rows, inner), BF16), *arrays, new((chosen, rows), jnp.int32)
-    )
+    weight, bias = stored_experts(kind, *own), new((experts, out), BF16)
+    x, indices = new((rows, inner), BF16), new((chosen, rows), jnp.int32)
+    program, printed = compile_with_ptxas_output(product, x, weight, bias, indices)
     assert [launch.kind for launch in program.launches][-1] == "kCustomCall"
     assert len(program.launches) == 2 and program.count("gather_blocks") == 1
     assert re.findall(r"\b(\d+) bytes spill stores, (\d+) bytes spill loads", printed) == [("0", "0")]
+    assert not program.copies(1 << 20)
 
 
 @mosaic
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("rows", [1, 160])
-def test_feed_forward_of_packed_experts_compiled_for_an_h200_takes_three_launches(shape: str, rows: int) -> None:
+def test_feed_forward_of_narrow_experts_compiled_for_an_h200_takes_three_launches(shape: str, rows: int) -> None:
     (experts, chosen, hidden, width), kind, new = SHAPES[shape], KINDS[shape], jax.ShapeDtypeStruct
-
-    def weight(out: int, inner: int) -> Quantized:
-        groups = (
-            new((experts, out, inner // 32), jnp.uint8) if kind == "mxfp4" else new((experts, out, inner // 128), F32)
-        )
-        return Quantized(new((experts, out, inner // 32, 16), jnp.uint8), groups, kind)  # type: ignore[arg-type]
-
-    bias: Any = new((experts, hidden), BF16)
+    weight, bias = functools.partial(stored_experts, kind, experts), cast(Any, new((experts, hidden), BF16))
     weights = ExpertMlp(weight(2 * width, hidden), weight(hidden, width), None, bias)
     function = functools.partial(expert_mlp.__wrapped__, gate=LIMITED)  # type: ignore[attr-defined]
     arrays = new((rows, hidden), BF16), weights, new((chosen, rows), jnp.int32)
@@ -353,3 +381,52 @@ def test_rows_gathered_in_blocks_compiled_for_an_h200_spill_no_registers() -> No
         fixed = {"experts": experts, "size": size, "kind": kind}
         program = compile_for_h200(functools.partial(gather_blocks, **fixed), *arrays, fail_on_spills=True)
         assert [launch.name for launch in program.launches] == ["gather_blocks"]
+
+
+def by_expert(x: Any, weight: np.ndarray, chosen: np.ndarray, gate: Gate | None = None) -> np.ndarray:
+    """Return the products of `loop`, which takes minutes for sizes of models, expert by expert in float64."""
+    x = np.broadcast_to(np.asarray(x, np.float64), (len(chosen), chosen.shape[1], x.shape[-1]))
+    out = np.zeros((*chosen.shape, weight.shape[1]))
+    for expert, own in enumerate(weight):
+        out[chosen == expert] = x[chosen == expert] @ own.T
+    return joined(*np.split(out, 2, -1), gate) if gate else out
+
+
+def test_products_expert_by_expert_are_those_of_the_loop_over_rows() -> None:
+    _, wide = narrow("fp8", 256, 128)
+    x, chosen = np.random.default_rng(0).normal(size=(7, 256)), choices("rows without experts", 5, 2, 7)
+    for gate in (None, Gate()):
+        np.testing.assert_allclose(by_expert(x, wide, chosen, gate), loop(x, wide, chosen, gate), atol=1e-9)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [shape for shape, kind in KINDS.items() if kind == "fp8"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("rows", [1, 5, 40, 80, 256])
+def test_feed_forward_of_float8_experts_on_a_gpu_equals_its_products_in_float64(
+    shape: str, dtype: Any, rows: int
+) -> None:
+    """Blocks have 8, 16, 32 and 64 rows; 32 experts of the shape's sizes, of which some rows have none."""
+    experts, (_, chosen, hidden, width) = 32, SHAPES[shape]
+    rng = np.random.default_rng(rows)
+    gate_up, down = (
+        jnp.asarray(rng.standard_normal(size, np.float32) / np.sqrt(size[-1]))
+        for size in ((experts, 2 * width, hidden), (experts, hidden, width))
+    )
+    gate_up, down = quantized(BLOCKS, (gate_up * jnp.exp2(jnp.arange(hidden) // 128 % 3), down))
+    x = jnp.asarray(rng.standard_normal((rows, hidden), np.float32), dtype)
+    own = choices("rows without experts" if rows > 1 else "any", experts, chosen, rows)
+    factors = jnp.asarray(rng.uniform(size=own.shape), F32)
+    parts = expert_mlp(x, ExpertMlp(gate_up, down), jnp.asarray(own), gate=Gate(), factors=factors)
+    got = np.asarray(parts, np.float64).reshape(-1, chosen, rows, hidden).sum(0)
+    first, second = (np.asarray(one.values, np.float64) for one in (gate_up, down))
+    scale, second_scale = (np.asarray(one.scale, np.float64) for one in (gate_up, down))
+
+    def products(scale: np.ndarray) -> np.ndarray:
+        inner = jnp.asarray(by_expert(x, first * scale.repeat(128, -1), own, Gate()), dtype)  # the kernel rounds, too
+        return by_expert(inner, second * second_scale.repeat(128, -1), own) * np.asarray(factors)[..., None]
+
+    wanted = products(scale)
+    size = np.abs(wanted).max()
+    np.testing.assert_allclose(got, wanted, atol=0.01 * size)
+    assert np.abs(got - products(np.roll(scale, 1, -1))).max() > 0.1 * size, "control: scales of other columns"

@@ -26,6 +26,7 @@ from tests.support.arrays import on_device
 from tests.support.h200 import compile_for_h200
 
 LIMITED = Gate("silu", 0.5, 1.7)
+FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
 
 
 def choices(kind: str, experts: int, chosen: int, rows: int) -> np.ndarray:
@@ -191,10 +192,14 @@ def test_quantised_experts_have_a_scale_for_each_channel(kind: Any, implementati
     assert np.abs(got - other).max() > 0.1, "control: the scales count"
 
 
-def packed(kind: Any, inner: int, group: int, out: int = 128) -> tuple[Quantized, np.ndarray]:
-    """Return random experts in a kind of four bits, and the weights that they stand for, computed value by value."""
+def narrow(kind: Any, inner: int, group: int, out: int = 128) -> tuple[Quantized, np.ndarray]:
+    """Return random experts with scales of groups, and the weights that they stand for, computed value by value."""
     rng = np.random.default_rng(inner)
     values, groups = rng.integers(0, 16, (5, out, inner), np.uint8), (5, out, inner // group)
+    if kind == "fp8":
+        eighths, factor = rng.normal(size=values.shape).astype(FLOAT8), rng.uniform(0.1, 1, groups).astype(np.float32)
+        wide = eighths.astype(np.float64) * factor.astype(np.float64).repeat(group, -1)
+        return Quantized(on_device(eighths), on_device(factor), kind), wide
     if kind == "mxfp4":
         scale, zeros = rng.integers(120, 130, groups, np.uint8), None
         numbers, factor = values.view(ml_dtypes.float4_e2m1fn).astype(np.float64), 2.0 ** (scale.astype(int) - 127)
@@ -205,15 +210,15 @@ def packed(kind: Any, inner: int, group: int, out: int = 128) -> tuple[Quantized
     return Quantized(arrays[0], arrays[1], kind, arrays[2]), numbers * factor.repeat(group, -1)  # type: ignore[arg-type]
 
 
-PACKED = [("mxfp4", 96, 32, 20), ("int4", 384, 64, 1), ("mxfp4", 384, 32, 1)]
-PACKED += [("mxfp4", 96, 32, 1), ("int4", 384, 64, 20), ("mxfp4", 384, 32, 20)]
+NARROW = [("mxfp4", 96, 32, 20), ("int4", 384, 64, 1), ("fp8", 384, 128, 20), ("mxfp4", 384, 32, 1)]
+NARROW += [("mxfp4", 96, 32, 1), ("int4", 384, 64, 20), ("fp8", 192, 64, 1), ("mxfp4", 384, 32, 20)]
 
 
-@pytest.mark.parametrize(("kind", "inner", "group", "rows", "implementation"), cover.with_kernel(PACKED, 2))
-def test_packed_experts_have_the_products_of_their_values(
+@pytest.mark.parametrize(("kind", "inner", "group", "rows", "implementation"), cover.with_kernel(NARROW, 3))
+def test_experts_with_scales_of_groups_have_the_products_of_their_values(
     kind: str, inner: int, group: int, rows: int, implementation: Any
 ) -> None:
-    weight, wide = packed(kind, inner, group)
+    weight, wide = narrow(kind, inner, group)
     assert weight.kind == kind and weight.group == group and weight.shape == wide.shape
     x = on_device(np.random.default_rng(0).normal(size=(rows, inner)), jnp.bfloat16)
     chosen = choices("rows without experts" if rows > 1 else "any", 5, 2, rows)
@@ -222,7 +227,9 @@ def test_packed_experts_have_the_products_of_their_values(
     np.testing.assert_allclose(got, wanted, atol=1e-5 * np.abs(wanted).max())
     gated = product(x, weight, on_device(chosen), gate=LIMITED)
     np.testing.assert_allclose(gated, loop(x, wide, chosen, LIMITED), atol=1e-4)
-    wrong = [replace(weight, values=weight.values << 4 | weight.values >> 4)]
+    is_packed = weight.values.dtype == np.uint8
+    swapped = weight.values << 4 | weight.values >> 4 if is_packed else jnp.roll(weight.values, 1, -1)
+    wrong = [replace(weight, values=swapped)]
     wrong += [replace(weight, scale=jnp.roll(weight.scale, 1, axis)) for axis in (1, 2)]
     wrong += [] if weight.zeros is None else [replace(weight, zeros=None)]
     for other in wrong:
@@ -231,7 +238,7 @@ def test_packed_experts_have_the_products_of_their_values(
 
 
 def test_packed_experts_that_the_kernel_does_not_support_are_named() -> None:
-    (weight, _), (fine, _) = packed("mxfp4", 96, 32), packed("int4", 96, 16)
+    (weight, _), (fine, _) = narrow("mxfp4", 96, 32), narrow("int4", 96, 16)
     chosen, shape = on_device(np.zeros((1, 1), jnp.int32)), (1, 96)
     with pytest.raises(NotImplementedError, match="x must be bfloat16 for experts in mxfp4, got float16"):
         expert_matmul(on_device(np.zeros(shape, jnp.float16)), weight, chosen, implementation="pallas")
@@ -253,11 +260,21 @@ def test_deterministic_product_of_a_row_has_the_same_bits_among_any_other_rows(i
 
 # ---- on GPUs
 
+BLOCKS = "fp8 by block"  # float8 with scales of 128 columns
 STORED = [(None, "bfloat16"), ("int8", "bfloat16"), ("int8", "float32"), ("mxfp4", "bfloat16"), ("int4", "bfloat16")]
+STORED += [(BLOCKS, "bfloat16"), (BLOCKS, "float32")]
 SHAPES = {"qwen3-30b-a3b": (128, 8, 2048, 768), "gpt-oss-20b": (32, 4, 2880, 2880)}  # experts, chosen, hidden, width
 
 
+def by_block(weight: jax.Array) -> Quantized:
+    """Return experts in float8 with a scale for each 128 columns of a row."""
+    stored = quantize(weight.reshape(*weight.shape[:-1], -1, 128), "fp8")
+    return replace(stored, values=stored.values.reshape(weight.shape))
+
+
 def quantized(kind: Any, weights: Any) -> Any:
+    if kind == BLOCKS:
+        return [by_block(weight) for weight in weights]
     return [quantize(weight, kind) if kind else weight for weight in weights]
 
 
@@ -271,7 +288,7 @@ def both_products(deterministic: bool, x: Any, weights: Any, chosen: Any) -> Any
     [
         *((shape, *stored) for shape in SHAPES for stored in STORED[:3]),
         ("gpt-oss-20b", *STORED[3]),
-        ("qwen3-30b-a3b", *STORED[4]),
+        *(("qwen3-30b-a3b", *stored) for stored in STORED[4:]),
     ],
 )
 @pytest.mark.parametrize(("rows", "deterministic"), [(1, False), (40, False), (320, False), (5, True)])
@@ -286,12 +303,12 @@ def test_products_compiled_for_an_h200_spill_no_registers_and_copy_no_weights(
     program = compile_for_h200(
         functools.partial(both_products, deterministic), x, weights, indices, fail_on_spills=True
     )
-    is_packed = kind in ("int4", "mxfp4")
-    is_hopper = is_packed and not deterministic and rows * chosen <= MOST_LISTED and jax.__version_info__ >= (0, 11)
+    is_packed, has_groups = kind in ("int4", "mxfp4"), kind in ("int4", "mxfp4", BLOCKS) and dtype == "bfloat16"
+    is_hopper = has_groups and not deterministic and rows * chosen <= MOST_LISTED and jax.__version_info__ >= (0, 11)
     own = sum(launch.kind == "kCustomCall" for launch in program.launches)
     assert (own, program.count("expert_matmul")) == ((2, 0) if is_hopper else (0, 2))
     is_listed = deterministic or rows * chosen > MOST_CHOICES
-    products = 4 if is_packed else 2  # activations of packed weights are put into another order
+    products = 4 if is_packed or is_hopper else 2  # activations are put into another order, or gathered
     count = len(program.launches)
     if is_hopper:
         assert count == products and program.count("gather_blocks") == 2

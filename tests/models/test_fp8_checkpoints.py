@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -229,46 +228,6 @@ def test_float8_checkpoint_of_other_families_has_the_logits_of_its_widened_weigh
     plain = Model.from_pretrained(folders.write(tmp_path / "wide", config, wide))
     assert isinstance(own.layers[0].qkv, Quantized) and isinstance(own.layers[1].down, Quantized)
     np.testing.assert_allclose(logits(own, IDS), logits(plain, IDS), atol=TOLERANCE)
-
-
-def with_float8_experts(folder: Path, form: made.QuantizedFormat) -> tuple[dict[str, Any], made.Tensors, made.Tensors]:
-    """Return the config and the tensors of a mixture of experts with float8 experts, and with their widened weights."""
-    config, own = json.loads((folder / "config.json").read_text()), folders.stored(folder)
-    stored = wide = folders.experts_one_by_one(own) if "llama4" in config["model_type"] else own
-    for name in [name for name in wide if ".experts." in name]:
-        values, beside, widened_weight = form.quantise(wide[name].astype(np.float32))
-        ends = {f"{name.removesuffix('weight')}{end}": scale for end, scale in beside.items()}
-        stored, wide = {**stored, name: values, **ends}, {**wide, name: widened_weight}
-    return {**config, "quantization_config": form.config}, stored, wide
-
-
-@pytest.mark.parametrize(
-    ("family", "name"),
-    [("qwen3_moe", "compressed-tensors by row"), ("qwen3_moe", "fp8 by tensor"), ("llama4_text", "fp8 by tensor")],
-)
-def test_float8_experts_with_a_scale_a_row_or_a_tensor_have_the_logits_of_their_widened_weights(
-    family: str, name: str, tmp_path: Path, golden: Path
-) -> None:
-    config, stored, wide = with_float8_experts(golden / "families" / family, FORMATS[name])
-    own = Model.from_pretrained(folders.write(tmp_path / "fp8", config, stored))
-    plain = Model.from_pretrained(
-        folders.write(tmp_path / "wide", {**config, "quantization_config": None}, wide), dtype="float32"
-    )
-    experts = own.layers[1].experts_gate_up
-    assert isinstance(experts, Quantized) and experts.scale.shape == experts.shape[:2] and experts.kind == "fp8"
-    np.testing.assert_array_equal(
-        np.asarray(experts.values, np.float32) * np.asarray(experts.scale)[..., None],
-        np.asarray(plain.layers[1].experts_gate_up),
-    )
-    np.testing.assert_allclose(logits(own, IDS), logits(plain, IDS), atol=TOLERANCE)
-    with pytest.raises(ValueError, match=r"expected int8 or .* for the experts .*, got fp8_dynamic; pass fp8"):
-        Model.from_pretrained(tmp_path / "fp8", quantize="fp8_dynamic")
-
-
-def test_float8_experts_with_scales_of_blocks_are_refused_by_name(tmp_path: Path, golden: Path) -> None:
-    config, stored, _ = with_float8_experts(golden / "families" / "qwen3_moe", BLOCKS)
-    with pytest.raises(NotImplementedError, match=r"experts_gate_up: expected float8 with a scale a row .*, got"):
-        Model.from_pretrained(folders.write(tmp_path, config, stored))
 
 
 # ---- other kinds, conversion, determinism

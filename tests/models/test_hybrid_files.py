@@ -123,7 +123,8 @@ FLOAT8 = [
     ("qwen3_5_text", "fp8 by block", ()),
     ("qwen3_5_text", "compressed-tensors by row", ()),
     ("qwen3_5_moe_text", "compressed-tensors by row", ()),
-    ("qwen3_next", "fp8 by block", (".experts.",)),
+    ("qwen3_5_moe_text", "fp8 by block", ()),
+    ("qwen3_next", "fp8 by block", ()),
     ("qwen3_next", "modelopt", ()),
     ("lfm2", "fp8 by tensor", ()),
     ("gemma4_text", "compressed-tensors by row", ()),  # rows of keys are those of values, and are reordered

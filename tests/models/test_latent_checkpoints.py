@@ -27,7 +27,6 @@ pytestmark = pytest.mark.once
 
 TOLERANCE = 1e-4  # both sides use float32 but add up in different orders
 BLOCK = 24  # rows and columns of a scale in the recorded checkpoint
-EXPERTS = "mlp.experts"
 DTYPES: dict[str, Any] = {"F32": np.float32, "F8_E4M3": ml_dtypes.float8_e4m3fn}
 
 
@@ -52,35 +51,22 @@ def error(model: Model, folder: Path) -> float:
     return float(max(np.abs(own - right).max() for own, right in zip(rows, wanted, strict=True)))
 
 
-def with_wide_experts(source: Path, to: Path) -> Path:
-    """Write a float8 checkpoint again with the experts widened, as float8 experts with scales of blocks are refused."""
-    tensors, config = load_file(source / "model.safetensors"), json.loads((source / "config.json").read_text())
-    for name in [name for name in tensors if EXPERTS in name and name.endswith(".weight")]:
-        scale, weight = tensors.pop(f"{name}_scale_inv"), tensors[name].astype(np.float32)
-        wide = np.repeat(np.repeat(scale, BLOCK, 0), BLOCK, 1)[: weight.shape[0], : weight.shape[1]]
-        tensors[name] = weight * wide
-    config["quantization_config"]["modules_to_not_convert"] = [EXPERTS, "lm_head"]
-    return folders.write(to, config, tensors)
-
-
 @pytest.fixture
 def source(golden: Path) -> Path:
     return golden / "families" / "quantized" / "deepseek_v3_fp8_block"
 
 
-def test_float8_checkpoint_widened_at_load_has_the_recorded_logits_and_tokens(source: Path) -> None:
-    model, data = Model.from_pretrained(source, dtype="float32", quantize="none"), recording(source / "expect.npz")
-    assert quantized_as(model) is None and error(model, source) < TOLERANCE
+@pytest.mark.parametrize("quantize", [None, "none"])
+def test_float8_checkpoint_has_the_recorded_logits_and_tokens(quantize: str | None, source: Path) -> None:
+    model, data = Model.from_pretrained(source, dtype="float32", quantize=quantize), recording(source / "expect.npz")
+    assert quantized_as(model) == (None if quantize else "fp8") and error(model, source) < TOLERANCE
     prompts, tokens = ([data[f"{name}{i}"].tolist() for i in range(2)] for name in ("prompt", "greedy"))
     assert most_likely(model, prompts, tokens) == tokens
 
 
-def test_float8_projections_of_latent_attention_keep_their_bytes_and_have_the_recorded_logits(
-    source: Path, tmp_path: Path
-) -> None:
+def test_float8_projections_of_latent_attention_keep_their_bytes_and_have_the_recorded_logits(source: Path) -> None:
     """The rows of queries and keys are reordered, and their scales with them; small weights are widened."""
-    folder = with_wide_experts(source, tmp_path)
-    model, stored = Model.from_pretrained(folder, dtype="float32"), load_file(folder / "model.safetensors")
+    model, stored = Model.from_pretrained(source, dtype="float32"), load_file(source / "model.safetensors")
     for layer in model.layers:
         assert all(isinstance(weight, Quantized) for weight in (layer.qkv, layer.q_up, layer.o, layer.gate_up))
         assert not isinstance(layer.k_up, Quantized) and not isinstance(layer.v_up, Quantized)
@@ -88,28 +74,30 @@ def test_float8_projections_of_latent_attention_keep_their_bytes_and_have_the_re
     assert isinstance(own, Quantized)
     file = stored["model.layers.1.self_attn.q_b_proj.weight"].view(np.uint8)
     assert sorted(map(bytes, np.asarray(own.values).view(np.uint8))) == sorted(map(bytes, file))
-    assert error(model, source) < TOLERANCE
     moved = model.replace(layers=[layer.replace(q_up=rolled(layer.q_up)) for layer in model.layers])
     assert error(moved, source) > 10 * TOLERANCE, "control: scales of other rows"
+    layer = model.layers[1].replace(experts_down=rolled(model.layers[1].experts_down, 1))
+    moved = model.replace(layers=[model.layers[0], layer, *model.layers[2:]])
+    assert error(moved, source) > 10 * TOLERANCE, "control: scales of other experts"
 
 
-def rolled(weight: Any) -> Quantized:
+def rolled(weight: Any, rows: int = BLOCK) -> Quantized:
     assert isinstance(weight, Quantized)
-    return replace(weight, scale=jnp.roll(weight.scale, BLOCK, axis=0))
+    return replace(weight, scale=jnp.roll(weight.scale, rows, axis=0))
 
 
 def test_scales_that_are_not_reordered_with_their_rows_give_other_logits(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control: the selection of rows is left out where the scales are read."""
-    folder, call = with_wide_experts(source, tmp_path), _Selection.__call__
+    call = _Selection.__call__
 
     def careless(self: _Selection, source: Any, row: Any, dtype: str) -> np.ndarray:
         found = call(self, source, row, dtype)
         return found if not row.parameter.endswith("q_up.scale") else np.sort(found, axis=0)
 
     monkeypatch.setattr(_Selection, "__call__", careless)
-    assert error(Model.from_pretrained(folder, dtype="float32"), source) > 10 * TOLERANCE
+    assert error(Model.from_pretrained(source, dtype="float32"), source) > 10 * TOLERANCE
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])

@@ -124,6 +124,7 @@ CASES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("deepseek_v2", {}),
     ("deepseek_v3", dict(quantize="int8")),
     ("quantized/gpt_oss_mxfp4", {}),  # packed experts
+    ("quantized/deepseek_v3_fp8_block", {}),  # experts with scales of blocks
 )
 
 
@@ -143,7 +144,7 @@ ON_FOUR = ("qwen2", "quantized/qwen3_fp8_block")  # by default; the others are o
         )
         for family, options in CASES
         for devices in (2, 4)
-        if devices == 2 or not family.startswith("deepseek")  # these have six experts
+        if devices == 2 or "deepseek" not in family  # these have six experts
     ],
 )
 def test_checkpoint_read_for_a_mesh_has_the_weights_that_division_in_memory_gives(
@@ -161,11 +162,11 @@ def test_checkpoint_read_for_a_mesh_has_the_weights_that_division_in_memory_give
         np.testing.assert_array_equal(np.asarray(array), np.asarray(wanted[name]), err_msg=name)
         assert array.sharding.is_equivalent_to(wanted[name].sharding, array.ndim), name
     layer = 0 if family.startswith("deepseek") else 1
-    queries = "q_up" if family == "deepseek_v3" else "qkv"  # qkv of the former is not divided
+    queries = "q_up" if "deepseek_v3" in family else "qkv"  # qkv of the former is not divided
     names = [queries, "o", "gate_up", "down", "experts_gate_up", "experts_down"]
     names = [f"layers.{layer}.{name}" for name in names]
     arrays = [got[full] for name in names for full in (name, f"{name}.values") if full in got]
-    assert len(arrays) == {"glm4_moe": 6}.get(family, 4)
+    assert len(arrays) == {"glm4_moe": 6, "quantized/deepseek_v3_fp8_block": 6}.get(family, 4)
     for array in arrays:
         assert {shard.data.size for shard in array.addressable_shards} == {array.size // devices}
 

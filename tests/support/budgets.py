@@ -35,6 +35,7 @@ BUDGETS = {
     "tests/engine/test_replicas.py": 14,
     "tests/engine/test_tensor_parallel.py": 61,
     "tests/faults/test_nan_logits.py": 13,
+    "tests/models/test_fp8_experts.py": 12,
     "tests/models/test_int4_checkpoints.py": 17,
     "tests/sampling/test_logprobs.py": 16,
     "tests/server/test_tool_grammar.py": 10,

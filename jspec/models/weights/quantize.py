@@ -128,15 +128,16 @@ def check_device(tree: Any, *cache_dtypes: str, device: jax.Device | None = None
 
 
 def _check_packed(tree: Any) -> None:
-    """Raise ValueError if a GPU would have to widen a packed weight in memory to multiply it.
+    """Raise ValueError if a GPU would have to widen a packed weight, or experts, in memory to multiply them.
 
     The activations of a record of weights, such as a model, have its ``dtype``.
     """
     for record in filter(_is_record, jax.tree.leaves(tree, is_leaf=_is_record)):
         for path, weight in jax.tree_util.tree_leaves_with_path(record, is_leaf=_is_quantized):
-            if not _is_quantized(weight) or not weight.is_packed:
+            name = _name(path)
+            if not _is_quantized(weight) or not (weight.is_packed or (name in EXPERTS and weight.has_groups)):
                 continue
-            if (name := _name(path)) in EXPERTS:
+            if name in EXPERTS:
                 reason = unsupported_experts(weight, record.dtype, gated=name == EXPERTS[0])
             else:
                 reason = unsupported(weight.shape[1], weight.scale.shape[1], record.dtype)
@@ -169,8 +170,7 @@ def quantized_shapes(
 ) -> dict[str, tuple[int, ...]]:
     """Return the shapes that the stored arrays of a quantised weight must have, by the arrays' names.
 
-    There may be a scale per row or per group of columns, and packed values may have blocks of any size. Of experts,
-    only packed values have groups.
+    There may be a scale per row or per group of columns, and packed values may have blocks of any size.
 
     Args:
         weight: shape of the weight.
@@ -184,7 +184,7 @@ def quantized_shapes(
         return shapes
     is_packed = form.is_packed and len(values.shape) == len(weight) + 1
     groups = scale.shape[-1] if form.group is None else inner // form.group
-    if groups and inner % groups == 0 and (len(weight) == 2 or is_packed):
+    if groups and inner % groups == 0:
         shapes["scale"] = (*rows, groups)
     if not is_packed:
         return shapes

@@ -32,7 +32,8 @@ from pallas_kernels.layers.packed.int4 import ZERO, unpack
 from pallas_kernels.layers.weights import Kind
 
 WEIGHT = ".weight"
-# Last part of the name of a weight's scales, by which its values are multiplied; only "fp8" has the first one.
+# Last part of the name of a weight's scales, by which its values are multiplied; only "fp8" has the first one. Of the
+# experts of a layer in one tensor X, which has no module of its own, they are X_scale_inv (transformers).
 SCALES = ("weight_scale_inv", "weight_scale")
 # Ends of the names of scales of activations, keys and values.
 UNUSED = (".input_scale", ".k_scale", ".v_scale", ".kv_scale", ".output_scale")
@@ -75,7 +76,7 @@ def quantized_rows(
             continue
         whole, index = unselected(row)
         widens = dequantize or row.parameter.rpartition(".")[2] in WIDENED
-        _check(whole, quantized, scheme, tensors, widens=widens)
+        _check(whole, quantized, scheme, tensors)
         if scheme.bits == 4:
             parts = split_int4(whole, scheme, tensors, known, by_column=widens)
         else:
@@ -116,17 +117,18 @@ def _is_quantized(name: str, tensors: Mapping[str, Tensor]) -> bool:
 
 
 def _scale_names(weight: str, suffixes: Iterable[str] = SCALES) -> list[str]:
+    if not weight.endswith(WEIGHT):
+        return [f"{weight}{suffix.removeprefix('weight')}" for suffix in suffixes]
     return [f"{weight.removesuffix(WEIGHT)}.{suffix}" for suffix in suffixes]
 
 
-def _check(row: MapRow, quantized: list[str], scheme: Scheme, tensors: Mapping[str, Tensor], *, widens: bool) -> None:
+def _check(row: MapRow, quantized: list[str], scheme: Scheme, tensors: Mapping[str, Tensor]) -> None:
     """Raise an error unless a row with quantised tensors can be read as a quantised parameter."""
     name = row.parameter.rpartition(".")[2]
-    if name not in (*NAMES, *WIDENED) or not is_stacked(row) or any(len(shape) != 2 for shape in row.sources.values()):
+    axes = (2, 3) if name in EXPERTS and scheme.bits == 8 and scheme.block is not None else (2,)
+    are_linear = all(len(shape) in axes for shape in row.sources.values())
+    if name not in (*NAMES, *WIDENED) or not is_stacked(row) or not are_linear:
         raise unsupported(row.parameter, listed(quantized), "an unquantised parameter, as only linear weights may be")
-    if name in EXPERTS and scheme.bits == 8 and scheme.block is not None and not widens:
-        expected = "float8 with a scale a row or a tensor in a mixture of experts, or quantize='none'"
-        raise unsupported(row.parameter, str(scheme), expected)
     if others := [name for name in row.sources if name not in quantized]:
         raise unsupported(row.parameter, f"{listed(others)} unquantised", "all of its parts quantised, or none")
     for name in quantized:
@@ -166,10 +168,10 @@ def _split(row: MapRow, scheme: Scheme, tensors: Mapping[str, Tensor], unused: M
 
 def _scale_shape(scheme: Scheme, weight: Shape, stored: Tensor | None) -> Shape:
     """Return the shape that the scales of a weight must have; of several spellings, the one that is found."""
-    out, inner = weight
+    *experts, out, inner = weight
     if scheme.block is not None:
         rows, columns = scheme.block
-        return -(-out // rows), -(-inner // columns)
+        return *experts, -(-out // rows), -(-inner // columns)
     spellings: list[Shape] = [(out, 1), (out,)] if scheme.granularity == "channel" else [(1,), ()]
     return stored.shape if stored is not None and stored.shape in spellings else spellings[0]
 
@@ -180,7 +182,8 @@ def _fill_scales(
     """Read the scales of a parameter, and repeat each for all rows, and all groups of columns, that it belongs to.
 
     Args:
-        parts: shapes of the weights that are concatenated along axis 0, by name of their scales.
+        parts: shapes of the weights that are concatenated along axis 0, by name of their scales; [experts, out, inner]
+            of all experts together.
         block: rows and columns that share a scale; None: a scale per row or per tensor.
         source, row, dtype: as in `MapRow.fill`.
 
@@ -190,15 +193,16 @@ def _fill_scales(
     filled, first = np.empty(row.shape, np.dtype(dtype)), 0
     # Scales of experts are stored one expert after another.
     flat = filled.reshape(-1) if block is None else filled.reshape(-1, row.shape[-1])
-    for name, (out, inner) in parts.items():
+    for name, (*experts, out, inner) in parts.items():
         scale = np.concatenate(list(source.pieces(name))).astype(np.float32)
         check_scales(source, name, scale)
-        part = flat[first : first + out]
+        part = flat[first : first + math.prod(experts) * out]
         if block is None:
             part[:] = scale.reshape(-1)
         else:
             groups = part.shape[1]
             rows, columns = min(block[0], out), min(block[1] * groups // inner, groups)
-            part[:] = np.repeat(np.repeat(scale, rows, 0)[:out], columns, 1)[:, :groups]
-        first += out
+            repeated = np.repeat(np.repeat(scale, rows, -2)[..., :out, :], columns, -1)[..., :groups]
+            part[:] = repeated.reshape(part.shape)
+        first += len(part)
     return filled

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cached_property
 
 from convert.fields import CheckpointError, Fields
 from jspec.models.parts.checks import unsupported
@@ -46,9 +47,19 @@ class Scheme:
     is_symmetric: bool | None = None
     subtracts_words: bool = False
 
+    @cached_property
+    def _patterns(self) -> tuple[frozenset[str], list[str]]:
+        """The names without wildcards, of which files list hundreds beside thousands of experts; and the others."""
+        patterns = [name for name in self.unquantized if name.startswith(REGEX) or any(sign in name for sign in "*?[")]
+        return frozenset(self.unquantized) - frozenset(patterns), patterns
+
     def exclusion(self, module: str) -> str | None:
-        """Return the name in `unquantized` that excludes a module, or None."""
-        return next((name for name in self.unquantized if _names(name, module)), None)
+        """Return a name in `unquantized` that excludes a module, or None."""
+        names, patterns = self._patterns
+        dots = [index for index, sign in enumerate(module) if sign == "."]
+        parts = [module, *(part for dot in dots for part in (module[:dot], module[dot + 1 :]))]
+        found = next((part for part in parts if part in names), None)
+        return found or next((name for name in patterns if _matches(name, module)), None)
 
     def __str__(self) -> str:
         shared = self.granularity if self.block is None else f"block of {self.block[0]} x {self.block[1]}"
@@ -59,7 +70,7 @@ class Scheme:
         return f"{self.method}, float8 weights with a scale per {shared}{used}"
 
 
-def _names(name: str, module: str) -> bool:
+def _matches(name: str, module: str) -> bool:
     if name.startswith(REGEX):
         return re.match(name.removeprefix(REGEX), module) is not None
     return any(fnmatchcase(module, pattern) for pattern in (name, f"{name}.*", f"*.{name}"))

@@ -1,4 +1,4 @@
-"""How scales and zero points of packed experts' weights are copied into shared memory (`expert_kernel`).
+"""How scales and zero points of narrow experts' weights are copied into shared memory (`expert_kernel`).
 
 The rows of a tile are one after the other in memory, and so are their scales. They are copied once for each work item,
 as an array whose rows have a length that the TMA unit copies, of any number of scales of a row of the weight.

@@ -1,4 +1,4 @@
-"""How the four-bit values of experts are packed, in int4 and in mxfp4.
+"""How the four-bit values of experts are packed, in int4 and in mxfp4, and what kernels know of narrow experts.
 
 Columns are packed in blocks: the low four bits of a byte hold a column of a block's first half, the high ones the
 column half a block later. So a kernel that loads a row of bytes gets two rows of consecutive columns. A block has up to
@@ -44,7 +44,7 @@ def ordered(x: jax.Array, step: int) -> jax.Array:
 
 
 class PackedExperts(NamedTuple):
-    """What the kernels of packed experts know of a kind."""
+    """What the Hopper kernel of narrow experts knows of a kind, packed or of a byte a value."""
 
     # Bits of a column among 128 that `registered` puts one after another, from the highest: bits below, and how many.
     order: tuple[tuple[int, int], ...]
@@ -56,6 +56,7 @@ class PackedExperts(NamedTuple):
 PACKED = {
     "int4": PackedExperts(((2, 2), (0, 1), (4, 1), (5, 2), (1, 1)), ("bfloat16", "float16"), zero_bytes=1, copy_rows=8),
     "mxfp4": PackedExperts(((2, 2), (0, 2), (5, 2), (4, 1)), ("bfloat16",), zero_bytes=0, copy_rows=16),
+    "fp8": PackedExperts(((0, 7),), ("bfloat16", "float16"), zero_bytes=0, copy_rows=8),
 }
 
 
@@ -68,7 +69,7 @@ def registered(x: Values, kind: str) -> Values:
         mxfp4   32 t + 4 w + i + {0, 16}              byte i of the word, i from 0 to 3
         int4    32 t + 4 w + 16 h + o + {0, 2}        o = 0, 1 and h = 0, 1: of two bytes, as `int4.pack` orders them
 
-    Zeros fill the last 128 columns.
+    Of a kind of a byte a value, columns stay in their order (`byte_registers`). Zeros fill the last 128 columns.
     """
     library: Any = np if isinstance(x, np.ndarray) else jnp
     rows, columns = x.shape

@@ -1,4 +1,4 @@
-"""The operations of one CTA of the Hopper kernel of packed experts (`expert_kernel`; `packed_cta` has others)."""
+"""The operations of one CTA of the Hopper kernel of narrow experts (`expert_kernel`; `packed_cta` has others)."""
 
 import itertools
 from typing import Any, NamedTuple
@@ -42,19 +42,19 @@ class ExpertCta(PackedCta):
 
     Args:
         refs: arrays in global memory by name: x [slices, blocks * height, SLICE], `registered`; weight [experts * N,
-            K / 2] uint8; scale [experts * N, groups], of mxfp4 uint8; expert [blocks], choices [blocks, height] and
+            bytes] uint8; scale [experts * N, groups], of mxfp4 uint8; expert [blocks], choices [blocks, height] and
             counts [2], the numbers of blocks that have an expert, and that have none; out [parts, choices, channels],
             or with an order [slices, blocks * height, SLICE]; some of zeros as scale, bias [experts * N, 1] and
             factors [choices, 1]. Scale and zeros that have a box are [lines, size].
         memory: shared memory of `memory_of`.
+        copied: shared memory of `memory_of_boxes`.
         boxes: places of scales and zero points of a tile by name; those without are loaded into registers.
-        copied: their shared memory of `memory_of_boxes`.
         tiles: static sizes of the call.
         product: the other static parameters.
         interpret: whether the kernel is interpreted.
     """
 
-    def __init__(self, refs, memory, boxes, copied, tiles, product, interpret):
+    def __init__(self, refs, memory, copied, *, boxes, tiles, product, interpret):
         super().__init__(memory, tiles, interpret)
         (self.kind, experts, self.group, self.gate, self.order), self.refs, self.boxes = product, refs, boxes
         self.copied, *self.scaled = copied
@@ -64,7 +64,7 @@ class ExpertCta(PackedCta):
         self.halves = 2 if self.gate else 1
         self.own_channels = tiles.width // self.halves  # output channels of a warpgroup
         self.own_rows = HEIGHT // self.halves  # rows of its tile in shared memory of each half
-        inner = 2 * refs["weight"].shape[1]
+        inner = refs["weight"].shape[1] * SLICE // self.slice_bytes
         self.last = inner - self.group  # first column of the last group
         self.item_slots = item_slots(inner, tiles)
         self.channel_tiles = self.width // self.tile_channels
@@ -92,7 +92,7 @@ class ExpertCta(PackedCta):
         """Starts to load a slot: slices of the tile's weights and rows of x, beyond the last column zeros."""
         slices, height, (_, copies, *_, size) = self.tiles.slices, self.tiles.height, self.w_tiles.shape
         for (half, first), index in itertools.product(enumerate(self.first_rows(origin)), range(copies)):
-            columns = pl.ds(column // 2 + index * size, size)
+            columns = pl.ds(self.first_byte(column) + index * size, size)
             weights = self.refs["weight"].at[pl.ds(first, self.tile_channels), columns]
             target = self.w_tiles.at[at, index, half, pl.ds(0, self.tile_channels)]
             self.plgpu.copy_gmem_to_smem(weights, target, barrier)
@@ -157,11 +157,11 @@ class ExpertCta(PackedCta):
     def product(self, origin, at, column, factors, total):
         """Returns a total [64, height] with the products of this warpgroup's slices of a slot added to it."""
         rows = pl.ds(self.channel * self.own_rows, self.own_rows)
-        beside, slices = self.w_tiles.shape[4] // (SLICE // 2), []
+        beside, slices = self.w_tiles.shape[4] // self.slice_bytes, []
         for index, (first, loaded) in enumerate(zip(self.slice_columns(column), factors, strict=True)):
             loaded = loaded | {name: self.values(name, origin, first) for name in self.boxes}
             number = index * self.tiles.splits + self.split
-            columns = pl.ds(jax.lax.rem(number, beside) * (SLICE // 2), SLICE // 2)
+            columns = pl.ds(jax.lax.rem(number, beside) * self.slice_bytes, self.slice_bytes)
             halves = slice(None) if self.gate else 0
             packed = self.w_tiles.at[at, jax.lax.div(number, beside), halves, rows, columns]
             slices.append((packed, loaded["scale"], loaded.get("zeros", [None] * len(loaded["scale"]))))

@@ -1,12 +1,13 @@
-"""The Hopper kernel of packed experts, which multiplies blocks of rows by the packed weights of their experts.
+"""The Hopper kernel of narrow experts, whose weights have four or eight bits a value and scales of groups.
 
     parts[s, c, n] = sum_k x[c, k] w[expert of c, n, k]     over part s of S parts of k, for each choice c
 
-`int4_kernel` describes how a warpgroup multiplies: the weight is the first operand of `wgmma` and comes from registers.
-Here a thread loads 16 bytes of the order of `expert_bytes`, the values of 32 consecutive columns, and the columns of x
-are put into an order (`expert_bytes.registered`) in which these values are those that `wgmma` needs. A group of mxfp4
-has 32 columns, so that a thread needs one power of two for its 16 bytes. It multiplies the values by it, which is
-exact. Sums of int4, whose groups have whole slices of 128 columns, are scaled as in `int4_kernel`.
+It multiplies blocks of rows by the weights of their experts. `int4_kernel` describes how a warpgroup multiplies: the
+weight is the first operand of `wgmma` and comes from registers. Values of eight bits are loaded as there. Of values of
+four bits a thread loads 16 bytes of the order of `expert_bytes`, the values of 32 consecutive columns, and the columns
+of x are put into an order (`expert_bytes.registered`) in which these values are those that `wgmma` needs. A group of
+mxfp4 has 32 columns, so that a thread needs one power of two for its 16 bytes. It multiplies the values by it, which is
+exact. Sums of other kinds, whose groups have whole slices of 128 columns, are scaled as in `int4_kernel`.
 
 With a gate, the 64 rows of a warpgroup are 32 rows of gate and 32 rows of up, 8 of both in turn. A thread then has the
 sums of a channel's gate and of its up, and joins them.
@@ -17,12 +18,12 @@ blocks as there are. Neighbours in time share a block, so that the weight is rea
 stored in the row of its choice, or where the same blocks are the rows of x of another product, in their order.
 """
 
+import functools
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from pallas_kernels.layers.experts.expert_blocks import ExpertBlocks
@@ -32,8 +33,9 @@ from pallas_kernels.layers.experts.expert_rows import gather_blocks
 from pallas_kernels.layers.hopper import HEIGHT
 from pallas_kernels.layers.packed.int4_registers import SLICE
 from pallas_kernels.layers.packed.int4_tiling import Int4Tiles
-from pallas_kernels.layers.packed.packed_cta import PIECE, memory_of
-from pallas_kernels.layers.weights import Kind, Quantized
+from pallas_kernels.layers.packed.launch import launch, memory_of
+from pallas_kernels.layers.packed.packed_cta import PIECE
+from pallas_kernels.layers.weights import FORMATS, Kind, Quantized
 
 
 def multiply_chosen(
@@ -83,11 +85,11 @@ def multiply(
     order: Kind | None = None,
     interpret: Any = False,
 ) -> Array:
-    """Runs the Hopper kernel of packed experts, and returns partial sums of the products [parts, choices, out].
+    """Runs the Hopper kernel of narrow experts, and returns partial sums of the products [parts, choices, out].
 
     Args:
-        x: rows of all blocks [slices, blocks * height, 128], `registered`, bfloat16; of int4 also float16.
-        weight: weights of all experts, of mxfp4 or int4.
+        x: rows of all blocks [slices, blocks * height, 128], `registered`; `PACKED` has their dtypes.
+        weight: weights of all experts, of a kind of `PACKED`.
         blocks: blocks of choices, those of experts first, then those of none, and how many of both there are
             (`expert_rows.gather_blocks`). What is listed for other blocks is arbitrary.
         optional: bias [experts, N], and float32 factors of the choices, if there are any.
@@ -99,11 +101,10 @@ def multiply(
             there are no factors.
         interpret: False, or jax's parameters for interpreting the kernel and detecting races.
     """
-    from jax.experimental.pallas import mosaic_gpu as plgpu  # needs absl: imported only where it is used
-
     (experts, rows, inner), halves = weight.shape, 2 if gate else 1
     product = PackedProduct(weight.kind, experts, weight.group, gate, order)
-    arrays = {"x": x, **named(weight=weight.values, scale=weight.scale, zeros=weight.zeros), **optional}
+    values = jax.lax.bitcast_convert_type(weight.values, jnp.uint8)
+    arrays = {"x": x, **named(weight=values, scale=weight.scale, zeros=weight.zeros), **optional}
     boxes = boxes_of(weight, tiles, halves)
     for name in {"weight", "scale", "zeros"} & arrays.keys():
         arrays[name] = arrays[name].reshape((-1, boxes[name].size) if name in boxes else (experts * rows, -1))
@@ -111,33 +112,17 @@ def multiply(
         arrays[name] = arrays[name].reshape(-1, 1)
     (expert, listed_choices), counts = blocks
     arrays |= {"expert": expert, "choices": listed_choices, "counts": counts}
-    beside = max(count for count in range(1, 5) if tiles.splits % count == 0)  # slices of a copy, at most 256 bytes
-    rows_of_slot = halves, tiles.channels * HEIGHT // halves
-    weights = tiles.stages, tiles.slices // beside, *rows_of_slot, beside * SLICE // 2
+    beside = max(count for count in range(1, 5) if tiles.splits % count == 0)  # slices of a copy
+    copied_bytes = int(beside * SLICE * FORMATS[weight.kind].value_bytes)
+    weights = tiles.stages, tiles.slices // beside, halves, tiles.channels * HEIGHT // halves, copied_bytes
     shape = tiles.parts, choices, rows // halves
     if order:
         shape = math.ceil(rows // halves / SLICE), x.shape[1], SLICE
 
-    def entry(*refs):
-        by_name = dict(zip((*arrays, "out"), refs, strict=True))
-
-        def run(memory, copied):
-            ExpertCta(by_name, memory, boxes, copied, tiles, product, bool(interpret)).run()
-
-        rows_of_x = tiles.slices, tiles.height, SLICE
-        memory = memory_of(tiles, x.dtype, rows_of_x, PIECE, weights, loads=halves * tiles.slices // beside + 1)
-        dtypes, count = {name: arrays[name].dtype for name in boxes}, places(tiles.stages, item_slots(inner, tiles))
-        copied = memory_of_boxes(boxes, dtypes, halves, count)
-        pl.run_scoped(run, memory, copied, collective_axes="warpgroup")
-
-    return plgpu.kernel(
-        entry,
-        out_type=jax.ShapeDtypeStruct(shape, dtype),
-        grid=(tiles.programs,),
-        grid_names=("program",),
-        num_threads=tiles.warpgroups,
-        thread_name="warpgroup",
-        kernel_name="packed_expert_matmul",
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=True),
-        interpret=interpret,
-    )(*arrays.values())
+    rows_of_x, loads = (tiles.slices, tiles.height, SLICE), halves * tiles.slices // beside + 1
+    memory = memory_of(tiles, x.dtype, rows_of_x, PIECE, weights, loads, is_tiled=not weight.is_packed)
+    dtypes, count = {name: arrays[name].dtype for name in boxes}, places(tiles.stages, item_slots(inner, tiles))
+    copied = memory_of_boxes(boxes, dtypes, halves, count)
+    made = functools.partial(ExpertCta, boxes=boxes, tiles=tiles, product=product, interpret=bool(interpret))
+    out = jax.ShapeDtypeStruct(shape, dtype)
+    return launch(made, arrays, out, tiles, memory, copied, name="packed_expert_matmul", interpret=interpret)

@@ -7,9 +7,9 @@ have any number of rows; an expert without rows is not read. With few rows, each
 expert itself: it compares all choices with the expert's index, and counts. It multiplies all blocks of the expert, one
 after another. There is a program for each expert, or for each choice if these are fewer; only the first choice of an
 expert computes. With many rows, counting would take longer than the product; then XLA counts, and writes lists of the
-rows of each block. No rows are sorted. On a Hopper GPU, few choices of packed experts have a kernel of their own
-(`expert_kernel`). `jax.lax.ragged_dot`, which needs sorted rows, is not used: for a GPU, XLA turns it into a product of
-all rows with all experts, whose inputs for 320 rows and 8 of 128 experts take 1.3 GB.
+rows of each block. No rows are sorted. On a Hopper GPU, few choices of experts with scales of groups have a kernel of
+their own (`expert_kernel`). `jax.lax.ragged_dot`, which needs sorted rows, is not used: for a GPU, XLA turns it into a
+product of all rows with all experts, whose inputs for 320 rows and 8 of 128 experts take 1.3 GB.
 
 Weights of four bits are packed as `expert_bytes` says. For these a launch of its own puts x into that order.
 """
@@ -61,9 +61,9 @@ def _kernel(
     # inputs
     x_ref,  # [rows, K]; for packed values `ordered`
     weight_ref,  # [experts * N, K], or with a gate [experts * 2 N, K]; packed values: [experts, N, K / 2 bytes]
-    *refs,  # chosen [choices], or expert [blocks] and choices [blocks, size]; of scale [experts, N] or [experts, N,
-    # groups], zeros of the same shape, bias [experts, N] and factors [choices] those that are named; output: out_ref
-    # [choices, N]
+    *refs,  # chosen [choices], or expert [blocks] and choices [blocks, size]; of scale [experts, N], group_scale
+    # [experts * N, groups] or of packed values [experts, N, groups], zeros of the same shape, bias [experts, N] and
+    # factors [choices] those that are named; output: out_ref [choices, N]
     # static parameters
     names,  # names of the optional inputs
     size,  # choices of a block
@@ -178,7 +178,8 @@ def _stored(weight):
         return weight.reshape(-1, weight.shape[2]), {}
     if weight.is_packed:
         return weight.values.reshape(*weight.shape[:2], -1), {"group_scale": weight.scale, "zeros": weight.zeros}
-    return weight.values.reshape(-1, weight.shape[2]), {"scale": weight.scale}
+    groups = {"group_scale": weight.scale.reshape(-1, weight.scale.shape[-1])}
+    return weight.values.reshape(-1, weight.shape[2]), groups if weight.has_groups else {"scale": weight.scale}
 
 
 def _sums(weight, dtype, interpret, shared):
@@ -189,7 +190,8 @@ def _sums(weight, dtype, interpret, shared):
     # Three TF32 products are as exact as one float32 product, and run on tensor cores. A CPU has no TF32.
     wide = dtype == jnp.float32 and not interpret
     precision = jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3 if wide else jax.lax.Precision.HIGHEST
-    fixed = {"inner": _step(stored, dtype, weight.shape[-1]), "precision": precision}
+    group = weight.group if isinstance(weight, Quantized) else weight.shape[-1]
+    fixed = {"inner": _step(stored, dtype, group), "group": group, "precision": precision}
 
     def sums(refs, expert, halves, row):
         rows = rows_of(expert, halves[0], weight.shape[:2], gated=len(halves) > 1, shared=shared)
@@ -205,13 +207,16 @@ def _packed_step(weight: Array | Quantized) -> int | None:
     return PACKED_STEP if weight.kind == "mxfp4" else math.gcd(weight.group, PACKED_STEP)
 
 
-def _step(dtype: jnp.dtype, x_dtype: jnp.dtype, inner: int) -> int:
+def _step(dtype: jnp.dtype, x_dtype: jnp.dtype, group: int) -> int:
     """Returns the number of values of k per loop iteration: `INNER_BYTES` of a weight's row, or fewer values.
 
     With float32 activations and 8-bit weights, more values would not fit into a GPU's shared memory and registers.
+
+    Args:
+        dtype, x_dtype: dtypes of the weight's values and of the activations.
+        group: number of columns that share a scale.
     """
-    step = INNER_BYTES // (4 if x_dtype == jnp.float32 else dtype.itemsize)
-    return step if inner % step == 0 else step // 2
+    return math.gcd(INNER_BYTES // (4 if x_dtype == jnp.float32 else dtype.itemsize), group)
 
 
 def unsupported_experts(weight: Array | Quantized, dtype: jnp.dtype, *, gated: bool) -> str | None:
@@ -225,7 +230,7 @@ def unsupported_experts(weight: Array | Quantized, dtype: jnp.dtype, *, gated: b
     _, out, inner = weight.shape
     values = weight.values if isinstance(weight, Quantized) else weight
     columns, step = TILE * (1 + gated), INNER_BYTES // max(values.dtype.itemsize, 2)
-    if isinstance(weight, Quantized) and weight.is_packed:
+    if isinstance(weight, Quantized) and weight.has_groups:
         step = mxfp4.GROUP
         if weight.group % step:
             return f"groups must be multiples of {step} columns, got {weight.group}"
@@ -258,7 +263,7 @@ def expert_matmul(
     Args:
         x: a row's activations for all of its experts, or for each of them.
         weight: weights of all experts; with a gate, gate above up [experts, 2 * width, inner]. Quantised ones have a
-            scale for each row, or are packed (`int4`, `mxfp4`).
+            scale for each row, or scales of groups, as packed ones (`int4`, `mxfp4`) have.
         chosen: experts of each row; of an index outside of 0 to experts - 1 the result is 0.
         gate: how gate and up are joined; None: the product is returned.
         bias: bias of each expert's product; None: none.

@@ -43,7 +43,7 @@ def multiply_packed(
     tiles: tuple[Int4Tiles, Int4Tiles],
     interpret: Any,
 ) -> Array:
-    """Runs the Hopper kernel of packed experts for gate and up, then for down, on the same blocks of gathered rows.
+    """Runs the Hopper kernel of narrow experts for gate and up, then for down, on the same blocks of gathered rows.
 
     Args:
         x, weights, factors, chosen, gate: as in `expert_mlp`.
@@ -89,8 +89,8 @@ def expert_mlp(
 ) -> Float[Array, "parts rows hidden"]:
     """Returns partial sums of each row's result: one for each of its experts, or one for each part of each product.
 
-    Packed weights and few choices take two launches of the Hopper kernel, and one that lists and gathers the rows of
-    each expert. Else both products are those of `expert_matmul`.
+    Weights with scales of groups and few choices take two launches of the Hopper kernel, and one that lists and gathers
+    the rows of each expert. Else both products are those of `expert_matmul`.
 
     Args:
         x, chosen, gate, factors, deterministic, shared, implementation: as in `expert_matmul`.

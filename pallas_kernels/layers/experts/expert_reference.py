@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.layers.dense.grouped_matmul import widened
 from pallas_kernels.layers.experts import mxfp4
 from pallas_kernels.layers.experts.expert_blocks import blocks_of
 from pallas_kernels.layers.experts.expert_bytes import unpack
@@ -78,13 +79,15 @@ def _values_of(weight, expert, dtype):
     """Returns the weight of an expert, and the scales of the rows of its product; None: there are none."""
     if not isinstance(weight, Quantized):
         return weight[expert].astype(dtype), None
-    if weight.is_packed:
+    if weight.has_groups:
         return widened_expert(weight, expert), None
     return weight.values[expert].astype(dtype), weight.scale[expert]
 
 
 def widened_expert(weight: Quantized, expert: Int[Array, ""] | int) -> Float[Array, "out inner"]:
-    """Returns the weight of one of the experts in int4 or mxfp4 in float32."""
+    """Returns the weight of one of the experts with group scales in float32."""
+    if not weight.is_packed:
+        return widened(weight.rows(expert))
     values, scale = weight.values[expert], weight.scale[expert]
     if weight.kind == "mxfp4":
         return mxfp4.widened(values, scale)

@@ -1,4 +1,4 @@
-"""Operations on registers of the Hopper kernel of packed experts (`expert_kernel`), as `int4_registers` has others."""
+"""Operations on registers of the Hopper kernel of narrow experts (`expert_kernel`), as `int4_registers` has others."""
 
 import itertools
 from typing import Any

@@ -1,4 +1,4 @@
-"""How the Hopper kernel of packed experts (`expert_kernel`) stores its results, as `int4_stores` stores others."""
+"""How the Hopper kernel of narrow experts (`expert_kernel`) stores its results, as `int4_stores` stores others."""
 
 from typing import Any
 
@@ -105,7 +105,7 @@ def store_block(
         total: as in `store_choices`.
         origin: the first row, and the first channel.
         channels: number of channels of all results, a multiple of 32 and at least 64.
-        kind: kind of the next product's weight, "int4" or "mxfp4".
+        kind: kind of the next product's weight, one of `expert_bytes.PACKED`.
         width, is_joined: as in `store_choices`.
         interpret: whether the kernel is interpreted.
     """

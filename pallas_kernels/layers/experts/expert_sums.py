@@ -8,25 +8,39 @@ from pallas_kernels.layers.experts import mxfp4
 from pallas_kernels.layers.packed import int4
 
 
-def unpacked_sums(refs, halves, row, *, inner, precision):
+def unpacked_sums(refs, halves, row, *, inner, group, precision):
     """Returns the sums [columns, rows] for each of `halves`.
 
+    Scales of groups multiply the sums of a step; they are loaded a step ahead, as in `packed_sums`.
+
     Args:
-        refs: arrays of the kernel by name: x [rows, K], weight [rows of all experts, K].
+        refs: arrays of the kernel by name: x [rows, K], weight [rows of all experts, K], and if the weight has scales
+            of groups, group_scale [rows of all experts, groups].
         halves: indices of rows of the weight, one or two arrays of equal length.
         row: indices of rows of x.
-        inner: values of k per loop iteration.
+        inner: values of k per loop iteration, a divisor of `group`.
+        group: number of columns of a group.
         precision: precision of the products.
     """
+    scale_ref = refs.get("group_scale")
 
-    def step(index, totals):
+    def scales_at(index):
+        if scale_ref is None:
+            return ()
+        at = jnp.minimum(index * inner // group, scale_ref.shape[1] - 1)
+        return tuple(pltriton.load(scale_ref.at[half, at])[:, None] for half in halves)
+
+    def step(index, carry):
         k = (index * inner + jnp.arange(inner))[None, :]
         x = pltriton.load(refs["x"].at[row[:, None], k])
         weights = [pltriton.load(refs["weight"].at[half[:, None], k]).astype(x.dtype) for half in halves]
         products = [pltriton.dot(weight, x, trans_b=True, precision=precision) for weight in weights]
-        return tuple(total + product for total, product in zip(totals, products, strict=True))
+        totals, scales = carry
+        products = [product * scale for product, scale in zip(products, scales, strict=True)] if scales else products
+        return tuple(total + product for total, product in zip(totals, products, strict=True)), scales_at(index + 1)
 
-    return jax.lax.fori_loop(0, refs["x"].shape[1] // inner, step, _zeros(halves, row))
+    carry = _zeros(halves, row), scales_at(0)
+    return jax.lax.fori_loop(0, refs["x"].shape[1] // inner, step, carry)[0]
 
 
 def packed_sums(refs, expert, halves, row, *, kind, inner, group, interpret):

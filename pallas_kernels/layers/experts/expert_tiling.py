@@ -1,4 +1,4 @@
-"""Chooses the tile sizes of the Hopper kernel of packed experts (`expert_kernel`)."""
+"""Chooses the tile sizes of the Hopper kernel of narrow experts (`expert_kernel`)."""
 
 import itertools
 import math
@@ -11,7 +11,7 @@ from pallas_kernels.layers.experts.expert_bytes import BLOCK, PACKED, SLICE
 from pallas_kernels.layers.experts.expert_rows import MOST_LISTED
 from pallas_kernels.layers.hopper import HEIGHT, multiprocessors
 from pallas_kernels.layers.packed.int4_tiling import Int4Tiles, most_stages
-from pallas_kernels.layers.weights import Kind, Quantized
+from pallas_kernels.layers.weights import FORMATS, Kind, Quantized
 
 # Rows of a block, and the most choices of an expert on average for which they usually suffice.
 HEIGHTS = ((8, 4), (16, 11), (32, 24), (64, math.inf))
@@ -24,8 +24,10 @@ SHAPES = {
     32: ((3, 1, 64), (4, 1, 64), (2, 2, 64), (2, 1, 64)),
     64: ((3, 1, 64), (4, 1, 64), (2, 1, 64)),
 }
-FEW_ROWS = 8  # most rows of a block with which registers suffice for two slices at once
-LOADED = (16, 32)  # rows of a block with which a warpgroup of its own loads slots; with others this gains nothing
+FEW_ROWS = 8  # most rows of a block with which registers suffice for two slices at once of packed values
+# Rows of a block with which a warpgroup of its own loads slots; with others this gains nothing. Beside four others that
+# multiply 32 rows by values of eight bits it would leave them too few registers.
+LOADED, MOST_GROUPS = (16, 32), 4
 SHAPE_WORTH = 0.95  # a shape is chosen instead of one before it if the time is below this share
 NARROW_WORTH = 0.8  # so are tiles of fewer rows, whose values take as many instructions as those of 64
 PARTS_WORTH = 0.9  # more parts of k are worth their sums if the time is below this share
@@ -47,12 +49,12 @@ def choose_tiles(
         chosen: number of experts of a row, and number of rows.
         shape: shape of the unpacked weight [experts, N, inner].
         groups: number of scales of a row of the weight.
-        kind: kind of the weight, "int4" or "mxfp4".
+        kind: kind of the weight, one of `PACKED`.
         gated: whether gate and up are joined.
         multiprocessors: number of multiprocessors of the GPU.
         parts: numbers of parts of k that are possible.
     """
-    (each, rows), (experts, out, inner) = chosen, shape
+    (each, rows), (experts, out, inner), form = chosen, shape, FORMATS[kind]
     width = out // (1 + gated)
     if each * rows > MOST_LISTED or width % HEIGHT:
         return None
@@ -71,30 +73,32 @@ def choose_tiles(
         worth = 1 if best is None else SHAPE_WORTH if best.parts == count else PARTS_WORTH
         worth = NARROW_WORTH if best and best.width > weight_rows else worth
         if time < least * worth:
-            depth = 2 if height <= FEW_ROWS and slots % 2 == 0 else 1
-            stages = min(most_stages(height, channels, splits * depth, splits), slots // depth * waves)
-            best = Int4Tiles(
-                height, channels, splits, stages, count, multiprocessors, height in LOADED, depth, weight_rows
-            )
+            depth = 2 if form.is_packed and height <= FEW_ROWS and slots % 2 == 0 else 1
+            is_loaded = height in LOADED and (form.is_packed or height < LOADED[-1] or channels * splits < MOST_GROUPS)
+            sizes = height, channels, splits * depth, splits
+            stages = min(most_stages(*sizes, value_bytes=form.value_bytes), slots // depth * waves)
+            best = Int4Tiles(height, channels, splits, stages, count, multiprocessors, is_loaded, depth, weight_rows)
             least = time
             # Scales of mxfp4 that are loaded into registers for two slices at once take less time than copied ones.
             if height <= PACKED[kind].copy_rows and (kind != "mxfp4" or depth == 1):
-                best = _copying_scales(best, slots // depth, (1 + gated) * box_bytes(tile, groups, kind))
+                scale_bytes = (1 + gated) * box_bytes(tile, groups, kind)
+                best = _copying_scales(best, slots // depth, scale_bytes, form.value_bytes)
     return best
 
 
-def _copying_scales(tiles: Int4Tiles, slots: int, size: int) -> Int4Tiles:
+def _copying_scales(tiles: Int4Tiles, slots: int, size: int, value_bytes: float) -> Int4Tiles:
     """Returns sizes with which scales are copied into shared memory, and which have fewer slots in flight for that.
 
     Args:
         tiles: sizes with as many slots in flight as fit into shared memory, and at most as many as there are.
         slots: slots of a work item.
         size: bytes of the scales and zero points of a tile; 0: they cannot be copied.
+        value_bytes: bytes of a value of the weight.
     """
     shape = tiles.height, tiles.channels, tiles.slices, tiles.splits
     for stages in (8, 4, 3, 2):  # for a power of two, places in shared memory need no division
         reserved = places(stages, slots) * size
-        if size and stages <= min(tiles.stages, most_stages(*shape, reserved=reserved)):
+        if size and stages <= min(tiles.stages, most_stages(*shape, reserved=reserved, value_bytes=value_bytes)):
             return tiles._replace(stages=stages, copies_scales=True)
     return tiles
 
@@ -107,7 +111,7 @@ def packed_tiles(
     gated: bool,
     parts: tuple[int, ...] = (1,),
 ) -> Int4Tiles | None:
-    """Returns the sizes of the kernel for a product; None: the Hopper kernel of packed experts is not used.
+    """Returns the sizes of the kernel for a product; None: the Hopper kernel of narrow experts is not used.
 
     Args:
         weight: weights of all experts.
@@ -117,9 +121,9 @@ def packed_tiles(
         parts: as in `choose_tiles`.
     """
     count = multiprocessors()
-    if count is None or not isinstance(weight, Quantized) or not weight.is_packed or weight.shape[-1] % BLOCK:
+    if count is None or not isinstance(weight, Quantized) or not weight.has_groups or weight.shape[-1] % BLOCK:
         return None
-    has_parts = weight.kind == "int4" and weight.group % SLICE  # of slices in a group
+    has_parts = weight.kind != "mxfp4" and weight.group % SLICE  # of slices in a group
     if has_parts or dtype not in PACKED[weight.kind].dtypes:
         return None
     sizes = chosen, weight.shape, weight.scale.shape[-1], weight.kind

@@ -12,7 +12,6 @@ from pallas_kernels.layers.packed import int4_registers as registers
 from pallas_kernels.layers.packed.int4_cta import Int4Cta
 from pallas_kernels.layers.packed.int4_registers import SLICE
 from pallas_kernels.layers.packed.packed_cta import PIECE
-from pallas_kernels.layers.weights import FORMATS
 
 
 class ByteCta(Int4Cta):
@@ -85,9 +84,7 @@ class ByteCta(Int4Cta):
             first: first column in the slice.
             scale: scales of the rows [64], by which values are multiplied before they are rounded; None: none.
         """
-        values, dtype = jnp.dtype(FORMATS[self.kind].dtype), self.x_tiles.dtype
-        ref = self.slice_bytes_of(at, 0)
-        return byte_registers.widened(ref, values, dtype, first, PIECE, scale, interpret=self.interpret)
+        return self.widened(self.slice_bytes_of(at, 0), first, PIECE, scale)
 
     def compute(self, item):
         """Computes a work item and stores its result."""

@@ -14,7 +14,6 @@ from pallas_kernels.layers.packed.int4_registers import SLICE, gate_and_up
 from pallas_kernels.layers.packed.int4_stores import store
 from pallas_kernels.layers.packed.packed_cta import FACTORS, PackedCta, group_factors
 from pallas_kernels.layers.quantize_rows import gate_logit
-from pallas_kernels.layers.weights import FORMATS
 
 ROW_TILES = 8  # row tiles whose work items are neighbours in time
 
@@ -45,7 +44,6 @@ class Int4Cta(PackedCta):
     def __init__(self, refs, memory, boxes, tiles, kind, activation, interpret):
         super().__init__(memory, tiles, interpret)
         self.refs, self.boxes, self.activation, self.kind = refs, boxes, activation, kind
-        self.slice_bytes = int(tiles.columns * FORMATS[kind].value_bytes)
         (_, inner), (_, rows, self.out) = refs["x"].shape, refs["out"].shape
         self.halves = 2 if activation else 1
         self.group = inner // refs["scale"].shape[1]  # columns of a scale
@@ -74,11 +72,10 @@ class Int4Cta(PackedCta):
     def load_slices(self, origin, column, at, barrier):
         """Starts to load a slot: slices of the tile's weights with their scales, and of rows of x."""
         size, copy = self.tiles.channels * self.own_channels, self.plgpu.copy_gmem_to_smem
-        first_byte = column // 2 if FORMATS[self.kind].is_packed else column
         for half in range(self.halves):
             rows, target = pl.ds(half * self.out + origin.channel, size), half * self.tiles.channels * self.own_rows
             for index in range(self.tiles.depth):
-                columns = pl.ds(first_byte + index * self.w_tiles.shape[4], self.w_tiles.shape[4])
+                columns = pl.ds(self.first_byte(column) + index * self.w_tiles.shape[4], self.w_tiles.shape[4])
                 weights = self.refs["weight"].at[rows, columns]
                 copy(weights, self.w_tiles.at[at, index, half, pl.ds(0, size)], barrier)
             for name, box in self.boxes.items():

@@ -20,12 +20,12 @@ With an activation function the weight has gate above up, and a thread joins its
 `packed_cta` says how a CTA loads slices of k and computes one output tile after the other.
 """
 
+import functools
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from pallas_kernels.layers.hopper import HEIGHT
@@ -33,7 +33,8 @@ from pallas_kernels.layers.packed.byte_cta import ByteCta
 from pallas_kernels.layers.packed.int4_cta import Int4Cta
 from pallas_kernels.layers.packed.int4_registers import SLICE
 from pallas_kernels.layers.packed.int4_tiling import Int4Tiles, copied_groups
-from pallas_kernels.layers.packed.packed_cta import FACTORS, PIECE, memory_of
+from pallas_kernels.layers.packed.launch import launch, memory_of
+from pallas_kernels.layers.packed.packed_cta import FACTORS, PIECE
 from pallas_kernels.layers.quantize_rows import Activation
 from pallas_kernels.layers.weights import FORMATS, Kind
 
@@ -85,30 +86,13 @@ def multiply(
         name: copied_groups(groups, inner, arrays[name].dtype.itemsize, columns) for name in FACTORS if name in arrays
     }
 
-    def entry(*refs):
-        by_name = dict(zip((*arrays, "out"), refs, strict=True))
-
-        def run(memory, boxes):
-            cta(by_name, memory, boxes, tiles, kind, activation, bool(interpret)).run()
-
-        boxes = {
-            name: plgpu.SMEM((tiles.stages, tiles.channels * HEIGHT, count), arrays[name].dtype)
-            for name, count in groups_of.items()
-            if count and not tiles.has_many_rows
-        }
-        rows_of_x, loads = (tiles.height, columns), halves * (tiles.depth + len(boxes)) + 1
-        memory = memory_of(tiles, x.dtype, rows_of_x, piece, weights, loads, is_tiled=not is_packed, stored=stored)
-        pl.run_scoped(run, memory, boxes, collective_axes="warpgroup")
-
-    results = plgpu.kernel(
-        entry,
-        out_type=jax.ShapeDtypeStruct((tiles.parts, len(x) if stored else rows, out // halves), dtype),
-        grid=(tiles.programs,),
-        grid_names=("program",),
-        num_threads=tiles.warpgroups,
-        thread_name="warpgroup",
-        kernel_name="int4_matmul",
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=True),
-        interpret=interpret,
-    )(*arrays.values())
-    return results[:, :rows]
+    boxes = {
+        name: plgpu.SMEM((tiles.stages, tiles.channels * HEIGHT, count), arrays[name].dtype)
+        for name, count in groups_of.items()
+        if count and not tiles.has_many_rows
+    }
+    rows_of_x, loads = (tiles.height, columns), halves * (tiles.depth + len(boxes)) + 1
+    memory = memory_of(tiles, x.dtype, rows_of_x, piece, weights, loads, is_tiled=not is_packed, stored=stored)
+    made = functools.partial(cta, tiles=tiles, kind=kind, activation=activation, interpret=bool(interpret))
+    shape = jax.ShapeDtypeStruct((tiles.parts, len(x) if stored else rows, out // halves), dtype)
+    return launch(made, arrays, shape, tiles, memory, boxes, name="int4_matmul", interpret=interpret)[:, :rows]

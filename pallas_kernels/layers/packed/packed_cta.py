@@ -1,4 +1,4 @@
-"""What the Hopper kernels of packed weights share (`int4_kernel`, `expert_kernel`): the operations of one CTA.
+"""What the Hopper kernels of narrow weights share (`int4_kernel`, `expert_kernel`): the operations of one CTA.
 
 A CTA (one Pallas program) computes work items one after the other. A work item is an output tile (`channels` times
 `width` rows of the weight, and `height` rows of x), summed over one part of k. A slice is 128 columns of k. A slot of
@@ -21,7 +21,7 @@ from pallas_kernels.layers.hopper import HEIGHT
 from pallas_kernels.layers.packed import byte_registers
 from pallas_kernels.layers.packed import int4_registers as registers
 from pallas_kernels.layers.packed.int4_registers import SLICE
-from pallas_kernels.layers.packed.int4_tiling import STORE_BUFFERS, STORED_ROWS, Int4Tiles
+from pallas_kernels.layers.packed.int4_tiling import Int4Tiles
 from pallas_kernels.layers.weights import FORMATS, Kind
 
 PIECE = 64  # most columns of an operand of `wgmma`; 128 bytes of a row of x are the widest swizzle
@@ -96,6 +96,15 @@ class PackedCta(ABC):
     def own_items(self, items: Any) -> Array:
         """Returns how many of all work items this CTA computes: every n-th of n = `programs` CTAs."""
         return jax.lax.div(items - self.index + self.tiles.programs - 1, self.tiles.programs)
+
+    @property
+    def slice_bytes(self) -> int:
+        """Bytes of a row of the weight in a slice."""
+        return self.first_byte(self.tiles.columns)
+
+    def first_byte(self, column: Any) -> Any:
+        """Returns the byte of a row of the weight with the values from this column on."""
+        return column // 2 if FORMATS[self.kind].is_packed else column
 
     @property
     def total_slots(self) -> Array:
@@ -274,10 +283,10 @@ class PackedCta(ABC):
             pieces = [self.widened(packed, first, size) for first in range(0, SLICE, size)]
         return [(piece, self.x_piece(at, index, number * size, size)) for number, piece in enumerate(pieces)]
 
-    def widened(self, packed, first, size):
-        """Returns columns of a slice of bytes, widened in registers."""
+    def widened(self, packed, first, size, scale=None):
+        """Returns columns of a slice of bytes, widened in registers, as `byte_registers.widened` does."""
         values, dtype = jnp.dtype(FORMATS[self.kind].dtype), self.x_tiles.dtype
-        return byte_registers.widened(packed, values, dtype, first, size, interpret=self.interpret)
+        return byte_registers.widened(packed, values, dtype, first, size, scale, interpret=self.interpret)
 
     def zeros(self):
         """Returns zeros [64, height] in the registers of a result."""
@@ -300,50 +309,3 @@ def group_factors(refs, first, column, group, **options):
         index = jax.lax.div(column + start, group)
         groups.append([None if ref is None else registers.column(ref, first, index, **options) for ref in refs])
     return groups
-
-
-def memory_of(
-    tiles: Int4Tiles,
-    dtype: jnp.dtype,
-    x: tuple[int, ...],
-    piece: int,
-    weights: tuple[int, ...],
-    loads: int,
-    *,
-    is_tiled: bool = False,
-    stored: tuple[int, jnp.dtype] | None = None,
-) -> tuple[list[Any], list[Any], list[Any]]:
-    """Returns the shared memory of a CTA, which `PackedCta` takes.
-
-    Args:
-        tiles: static sizes of the call.
-        dtype: dtype of x.
-        x: shape of the rows of x of a slot.
-        piece: columns of an operand of `wgmma`.
-        weights: shape of the bytes of all slots.
-        loads: number of copies that load a slot.
-        is_tiled: whether the weights are tiled as `byte_registers.widened` has them.
-        stored: channels of a warpgroup whose results go through shared memory, and their dtype; None: none do.
-    """
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    def tiled(columns, dtype):
-        return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(columns * dtype.itemsize)
-
-    slots = [
-        plgpu.SMEM((tiles.stages, *x), dtype, transforms=tiled(piece, dtype)),
-        plgpu.SMEM(weights, jnp.uint8, transforms=byte_registers.transforms(tiles.columns) if is_tiled else ()),
-        plgpu.Barrier(num_arrivals=loads, num_barriers=tiles.stages),
-        plgpu.Barrier(num_arrivals=tiles.groups, num_barriers=tiles.stages),
-    ]
-    joining, results = [], []
-    if tiles.splits > 1:
-        joining = [
-            plgpu.SMEM((tiles.splits - 1, tiles.channels, HEIGHT, tiles.height), jnp.float32),
-            plgpu.Barrier(num_arrivals=tiles.channels * (tiles.splits - 1)),
-            plgpu.Barrier(num_arrivals=tiles.channels),
-        ]
-    if stored:
-        buffers = tiles.groups, STORE_BUFFERS, STORED_ROWS
-        results = [plgpu.SMEM((*buffers, stored[0]), stored[1], transforms=tiled(*stored))]
-    return slots, joining, results
