@@ -47,13 +47,13 @@ def behind_of(
 
 
 class Nodes(NamedTuple):
-    """The new tokens of a round, padded with zeros to a multiple of `UNIT`; up to `UNIT` keys and queries are not."""
+    """The new tokens of a round; more than `UNIT` are padded with zeros to a multiple of it."""
 
-    keys: Float[Array, "batch key_heads tokens key_dim"]
-    queries: Float[Array, "batch key_heads tokens key_dim"]
-    wanted: Float[Array, "batch heads value_dim nodes"]  # values times rates, float32
-    # Of each node (last axis): what the corrected value of each node counts in its value and in its output, then the
-    # factors of what its key and its query read of the state; float32.
+    keys: Float[Array, "batch tokens key_heads key_dim"]
+    queries: Float[Array, "batch tokens key_heads key_dim"]
+    values: Float[Array, "batch tokens heads value_dim"]
+    # Of each token (last axis, padded): what the corrected value of each token counts in its value and in its output,
+    # then its rate, and the factors of what its key, times its rate, and its query read of the state; float32.
     tables: Float[Array, "batch heads rows nodes"]
 
 
@@ -107,8 +107,8 @@ def verify(
     nodes: Nodes,
     *,
     interpret: Any = False,
-) -> tuple[Float[Array, "batch heads value_dim nodes"], Float[Array, "batch heads value_dim nodes"]]:
-    """Compute the outputs and the corrected values of nodes, in float32; the latter are rounded to bfloat16.
+) -> tuple[Float[Array, "batch nodes heads value_dim"], Float[Array, "batch nodes heads value_dim"]]:
+    """Compute the outputs of nodes in float32, and their corrected values, both padded as `Nodes.tables`.
 
     Args:
         state: states of all slots [slots, ...].
@@ -123,20 +123,20 @@ def verify(
 
     def run(refs, memory):
         (state, keys, values, slots, lengths, behind), nodes = refs[:6], Nodes(*refs[6:10])
-        corrected, outputs = refs[10:]
+        outputs, corrected = refs[10:]
         cta = _Cta(plgpu, (state, keys, values, behind), memory, interpret)
         cta.start(jnp.minimum(slots[cta.sequence], state.shape[0] - 1), lengths[cta.sequence], nodes)
-        behind, wanted = cta.load_behind(), cta.load(nodes.wanted.at[cta.place[:3]])
+        behind = cta.load_behind()
         plgpu.barrier_wait(memory.arrived)
         seen, read = cta.seen_and_read(cta.records(behind))
-        corrected[cta.place], outputs[cta.place] = cta.substituted(seen, read, wanted)
+        cta.store(cta.substituted(seen, read), (outputs, corrected))
 
+    (batch, _, heads, value_dim), count = nodes.values.shape, nodes.tables.shape[3]
     inputs = state, ring.keys, ring.values, slots, lengths, behind, *nodes
-    result = jax.ShapeDtypeStruct(nodes.wanted.shape, jnp.float32)
-    corrected, outputs = _call(
-        plgpu, run, "gated_delta", state, ring, inputs, (result, result), nodes.tables.shape[3], interpret
-    )
-    return outputs, corrected
+    results = [
+        jax.ShapeDtypeStruct((batch, count, heads, value_dim), dtype) for dtype in (jnp.float32, ring.keys.dtype)
+    ]
+    return tuple(_call(plgpu, run, "gated_delta", state, ring, inputs, results, count, interpret))
 
 
 class _Memory(NamedTuple):
@@ -144,11 +144,13 @@ class _Memory(NamedTuple):
 
     state: Any  # [ROWS, key_dim]
     keys: Any  # of the records [EVERY, key_dim]
-    values: Any  # of the records [ROWS, EVERY]
+    values: Any  # of the records [EVERY, ROWS]
     arrived: Any
     node_keys: Any = None  # [nodes, key_dim]
     node_queries: Any = None
-    tables: Any = None  # [2 nodes + 2, nodes]
+    node_values: Any = None  # [nodes, ROWS]; later the corrected ones
+    tables: Any = None  # [2 nodes + 3, nodes]
+    outputs: Any = None  # [nodes, ROWS]
 
 
 def _call(plgpu, run, name, state, ring, inputs, results, nodes, interpret):
@@ -159,15 +161,22 @@ def _call(plgpu, run, name, state, ring, inputs, results, nodes, interpret):
         swizzle = plgpu.SwizzleTransform(inner * jnp.dtype(dtype).itemsize)
         return plgpu.SMEM((rows, columns), dtype, transforms=(plgpu.TilingTransform((8, inner)), swizzle))
 
-    of_nodes = [memory(nodes, key_dim, 32)] * 2 + [plgpu.SMEM((2 * nodes + 2, nodes), jnp.float32)] if nodes else []
+    of_nodes = []
+    if nodes:
+        tables = plgpu.SMEM((2 * nodes + 3, nodes), jnp.float32)
+        of_nodes = [memory(nodes, key_dim, 32)] * 2 + [
+            memory(nodes, ROWS, 64),
+            tables,
+            memory(nodes, ROWS, 32, jnp.float32),
+        ]
 
     def entry(*refs):
         pl.run_scoped(
             lambda *memory: run(refs, _Memory(*memory)),
             memory(ROWS, key_dim, 32, jnp.float32),
             memory(EVERY, key_dim, 32),
-            memory(ROWS, EVERY, 32),
-            plgpu.Barrier(num_arrivals=3 + len(of_nodes)),
+            memory(EVERY, ROWS, 64),
+            plgpu.Barrier(num_arrivals=7 if nodes else 3),
             *of_nodes,
             collective_axes="warpgroup",
         )
@@ -194,23 +203,23 @@ class _Cta:
         part, self.head, self.sequence = (jax.lax.axis_index(name) for name in ("part", "head", "sequence"))
         self.key_head = jax.lax.div(self.head, self.state.shape[1] // self.keys.shape[1])
         self.channels = pl.ds(part * ROWS, ROWS)
-        self.place = self.sequence, self.head, self.channels, slice(None)
 
     def start(self, slot, position, nodes=None):
         """Starts to load the state of a slot, the block of records that has a position, and the nodes."""
-        blocks = self.keys.shape[2] // EVERY
-        rows = pl.ds(jax.lax.rem(jax.lax.div(position, EVERY), blocks) * EVERY, EVERY)
+        blocks = self.keys.shape[1] // EVERY
+        block = pl.ds(jax.lax.rem(jax.lax.div(position, EVERY), blocks) * EVERY, EVERY)
         loads = [
             (self.state.at[slot, self.head, self.channels], self.memory.state),
-            (self.keys.at[slot, self.key_head, rows], self.memory.keys),
-            (self.values.at[slot, self.head, self.channels, rows], self.memory.values),
+            (self.keys.at[slot, block, self.key_head], self.memory.keys),
+            (self.values.at[slot, block, self.head, self.channels], self.memory.values),
         ]
         if nodes is not None:
             first = jnp.minimum(position, 0) * UNIT  # not constant: rows past the last one are read as zeros
-            count = pl.ds(first, nodes.tables.shape[3])
+            rows = self.sequence, pl.ds(first, nodes.tables.shape[3])
             loads += [
-                (nodes.keys.at[self.sequence, self.key_head, count], self.memory.node_keys),
-                (nodes.queries.at[self.sequence, self.key_head, count], self.memory.node_queries),
+                (nodes.keys.at[(*rows, self.key_head)], self.memory.node_keys),
+                (nodes.queries.at[(*rows, self.key_head)], self.memory.node_queries),
+                (nodes.values.at[(*rows, self.head, self.channels)], self.memory.node_values),
                 (nodes.tables.at[self.sequence, self.head], self.memory.tables),
             ]
         for source, target in loads:
@@ -224,7 +233,7 @@ class _Cta:
     def records(self, behind):
         """Returns the values of the records times the decays behind them, as two parts, and the decay of the state."""
         after, total = behind
-        values = self.read(self.memory.values).astype(jnp.float32)
+        values = self.read_transposed(self.memory.values).astype(jnp.float32)
         return self.parts(jnp.where(after > 0, values, 0.0) * after), total
 
     def column_blocks(self):
@@ -255,10 +264,11 @@ class _Cta:
 
         return pl.run_scoped(run, *[self.plgpu.ACC((ROWS, targets[0].shape[0]), jnp.float32)] * 2)
 
-    def substituted(self, seen, read, wanted):
-        """Returns the corrected values and the outputs of nodes, [`ROWS`, nodes]."""
-        nodes, row = wanted.shape[1], lambda index: self.per_column(self.memory.tables.at[index])
-        rest, outputs = wanted - seen * row(2 * nodes), read * row(2 * nodes + 1)
+    def substituted(self, seen, read):
+        """Returns the outputs and the corrected values of nodes, [`ROWS`, nodes]."""
+        nodes, row = seen.shape[1], lambda index: self.per_column(self.memory.tables.at[index])
+        values = self.read_transposed(self.memory.node_values).astype(jnp.float32)
+        rest, outputs = values * row(2 * nodes) - seen * row(2 * nodes + 1), read * row(2 * nodes + 2)
         index, dtype = self.column_index(rest.shape), self.keys.dtype
 
         def take(node, carry):
@@ -268,7 +278,20 @@ class _Cta:
             return rest - value * row(node), outputs + value * row(nodes + node)
 
         rest, outputs = jax.lax.fori_loop(0, nodes, take, (rest, outputs))
-        return rest.astype(dtype).astype(jnp.float32), outputs
+        return outputs, rest.astype(dtype)
+
+    def store(self, arrays, targets):
+        """Stores outputs and corrected values of nodes."""
+        tiles = self.memory.outputs, self.memory.node_values
+        for array, tile in zip(arrays, tiles, strict=True):
+            if self.interpret:
+                tile[...] = array.T
+            else:
+                tile.T[...] = self.plgpu.layout_cast(array, self.plgpu.Layout.WGMMA_TRANSPOSED)
+        self.plgpu.commit_smem()
+        for tile, target in zip(tiles, targets, strict=True):
+            self.plgpu.copy_smem_to_gmem(tile, target.at[self.sequence, :, self.head, self.channels])
+        self.plgpu.wait_smem_to_gmem(0)
 
     def load(self, ref, layout=None):
         """Loads an array from global memory, or a vector from any memory, into registers."""
@@ -279,6 +302,13 @@ class _Cta:
     def read(self, ref):
         """Reads an array in shared memory into registers."""
         return ref[...] if self.interpret else self.plgpu.load(ref, layout=self.layout)
+
+    def read_transposed(self, ref):
+        """Reads the transposed of an array in shared memory into registers."""
+        if self.interpret:
+            return ref[...].T
+        array = self.plgpu.load(ref.T, layout=self.plgpu.Layout.WGMMA_TRANSPOSED)
+        return self.plgpu.layout_cast(array, self.layout)
 
     def per_column(self, ref):
         """Loads a value for each column, [`ROWS`, n]."""

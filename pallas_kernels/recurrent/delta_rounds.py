@@ -84,8 +84,8 @@ def fold_round(
 
 def _has_kernel(ring: RecordRing) -> bool:
     """Return whether the kernel runs on the device, and has a form for heads of this size and dtype."""
-    key_dim, value_dim, rows = ring.keys.shape[3], ring.values.shape[2], ring.keys.dtype
-    return multiprocessors() is not None and rows == jnp.bfloat16 and key_dim in (64, 128) and value_dim % HEIGHT == 0
+    key_dim, value_dim, dtype = ring.keys.shape[3], ring.values.shape[3], ring.keys.dtype
+    return multiprocessors() is not None and dtype == jnp.bfloat16 and key_dim in (64, 128) and value_dim % HEIGHT == 0
 
 
 def _fold(state: States, ring: RecordRing, slots: Array, first: Array, *, interpret: Any) -> States:
@@ -102,9 +102,8 @@ def _verify(
     outputs, corrected = delta_kernel.verify(state, ring, slots, lengths, behind, nodes, interpret=interpret)
     # Rows are written after the kernel has read the ring: else the ring is copied.
     outputs, corrected, keys, decays = jax.lax.optimization_barrier((outputs, corrected, new.keys, new.decays))
-    count = new.decays.shape[2]
-    outputs, corrected = (jnp.swapaxes(of[..., :count], 2, 3) for of in (outputs, corrected))
-    return outputs, Records(keys, corrected.astype(new.values.dtype), decays)
+    outputs, corrected = (jnp.swapaxes(of[:, : new.decays.shape[2]], 1, 2) for of in (outputs, corrected))
+    return outputs, Records(keys, corrected, decays)
 
 
 def nodes_of(new: DeltaTokens, seen: Bool[Array, "batch tokens tokens"]) -> Nodes:
@@ -119,10 +118,9 @@ def nodes_of(new: DeltaTokens, seen: Bool[Array, "batch tokens tokens"]) -> Node
 
     weights, scores = (jnp.swapaxes(of, 2, 3) for of in gated_delta.pairs_of(new, seen, products))
     scales = jnp.exp(gated_delta.path_decays(new.decays, seen))
-    rows = jnp.stack([new.rates * scales, scales], axis=2)
+    rows = jnp.stack([new.rates, new.rates * scales, scales], axis=2)
     tables = jnp.concatenate([padded(weights, 2, 3), padded(scores, 2, 3), padded(rows, 3)], axis=2)
-    wanted = jnp.swapaxes(new.values.astype(jnp.float32) * new.rates[..., None], 2, 3)
-    keys, queries = new.keys, new.queries
-    if keys.shape[2] > UNIT:  # fewer are padded when they are loaded
-        keys, queries = padded(keys, 2), padded(queries, 2)
-    return Nodes(keys, queries, padded(wanted, 3), tables)
+    keys, queries, values = (jnp.swapaxes(of, 1, 2) for of in (new.keys, new.queries, new.values))
+    if new.decays.shape[2] > UNIT:  # fewer are padded when they are loaded
+        keys, queries, values = (padded(of, 1) for of in (keys, queries, values))
+    return Nodes(keys, queries, values, tables)

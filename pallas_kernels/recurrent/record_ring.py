@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -12,11 +11,11 @@ from pallas_kernels.recurrent.records import EVERY, Records, States
 
 
 class RecordRing(NamedTuple):
-    """The rows of all slots; values are stored by channel, as the kernel of rounds multiplies them."""
+    """The rows of all slots."""
 
-    keys: Float[Array, "slots key_heads rows key_dim"]  # finite
-    values: Float[Array, "slots heads value_dim rows"]
-    decays: Float[Array, "slots heads rows"]  # float32
+    keys: Float[Array, "slots rows key_heads key_dim"]  # finite
+    values: Float[Array, "slots rows heads value_dim"]
+    decays: Float[Array, "slots rows heads"]  # float32
 
     @classmethod
     def zeros(
@@ -32,29 +31,23 @@ class RecordRing(NamedTuple):
             dtype: dtype of keys and values.
         """
         rows = -(-(EVERY - 1 + round_rows) // EVERY) * EVERY  # a block of `EVERY` positions is never cut
-        keys, values = (slots, heads[0], rows, dims[0]), (slots, heads[1], dims[1], rows)
-        return cls(jnp.zeros(keys, dtype), jnp.zeros(values, dtype), jnp.zeros((slots, heads[1], rows), jnp.float32))
+        keys, values = (jnp.zeros((slots, rows, *of), dtype) for of in zip(heads, dims, strict=True))
+        return cls(keys, values, jnp.zeros((slots, rows, heads[1]), jnp.float32))
 
     @property
     def rows(self) -> int:
         """Number of rows of a slot."""
-        return self.decays.shape[2]
+        return self.decays.shape[1]
 
     def at(self, slots: Int[Array, "batch"], position: Int[Array, "batch tokens"]) -> Records:
         """Return the records of some positions; zeros for a slot that does not exist."""
-        return Records(
-            *(
-                jnp.swapaxes(rows.at[place].get(mode="fill", fill_value=0), 1, 2)
-                for rows, place in zip(self, self._places(slots[:, None], position), strict=True)
-            )
-        )
+        return Records(*(_at(rows, slots, position % self.rows) for rows in self))
 
     def decays_at(
         self, slots: Int[Array, "batch"], position: Int[Array, "batch tokens"]
     ) -> Float[Array, "batch heads tokens"]:
         """Return the log decays of some positions; zeros for a slot that does not exist."""
-        place = self._places(slots[:, None], position)[2]
-        return jnp.swapaxes(self.decays.at[place].get(mode="fill", fill_value=0), 1, 2)
+        return _at(self.decays, slots, position % self.rows)
 
     def window(self, slots: Int[Array, "batch"], lengths: Int[Array, "batch"]) -> Records:
         """Return the records of the committed tokens behind the states of some slots, and zeros for other rows."""
@@ -69,12 +62,12 @@ class RecordRing(NamedTuple):
         A key that is not finite becomes 0: rows that nobody reads are multiplied by 0. The token's value tells of it.
         """
         new = new._replace(keys=jnp.where(jnp.isfinite(new.keys), new.keys, 0))
-        both = zip(self, self._places(slots, position), new, strict=True)
-        return RecordRing(*(rows.at[place].set(jnp.swapaxes(of, 1, 2), mode="drop") for rows, place, of in both))
+        place, both = (slots, position % self.rows), zip(self, new, strict=True)
+        return RecordRing(*(rows.at[place].set(jnp.swapaxes(of, 1, 2), mode="drop") for rows, of in both))
 
-    def _places(self, slots: Array, position: Array) -> Sequence[tuple[Any, ...]]:
-        row, every = position % self.rows, slice(None)
-        return (slots, every, row), (slots, every, every, row), (slots, every, row)
+
+def _at(rows: Array, slots: Array, row: Array) -> Array:
+    return jnp.swapaxes(rows.at[slots[:, None], row].get(mode="fill", fill_value=0), 1, 2)
 
 
 def states_of(state: States, slots: Int[Array, "batch"]) -> States:

@@ -207,11 +207,9 @@ def test_floor_of_many_rows_reads_every_matrix_of_a_shape(shape: str) -> None:
 
 def test_step_command_measures_the_first_layers_of_a_hybrid(few_groups: None, capsys: pytest.CaptureFixture) -> None:
     words = ["--shape", "tiny-hybrid:7", "--dtype", "float32", "--batch", "2", "--context", "40"]
-    assert main(["bench", "step", *words, "--tree", "none", "chain:4", "topk:8,3,2"]) == 0
-    *_, plain, chain, topk = capsys.readouterr().out.splitlines()
-    assert [row.split()[:4:3] for row in (plain, chain, topk)] == [
-        ["tiny-hybrid:7", tree] for tree in ("none", "chain:4", "topk:8,3,2")
-    ]
+    assert main(["bench", "step", *words, "--tree", "none", "topk:8,3,2"]) == 0
+    *_, plain, topk = capsys.readouterr().out.splitlines()
+    assert [row.split()[:4:3] for row in (plain, topk)] == [["tiny-hybrid:7", tree] for tree in ("none", "topk:8,3,2")]
 
 
 def test_layers_of_a_shape_are_its_first_ones() -> None:

@@ -159,6 +159,27 @@ def test_a_warning_says_that_states_are_slow_on_a_gpu(hybrid: Recorded, caplog: 
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("drafter", [CHAIN, TREE], ids=["chain", "tree"])
+def test_slots_that_a_thousand_requests_used_give_the_tokens_of_fresh_ones(drafter: Suffix) -> None:
+    target, rng = tiny.hybrid(16), np.random.default_rng(0)
+    prompts = [rng.integers(0, 16, rng.integers(1, 45)).tolist() for _ in range(25)]
+    params = [
+        SamplingParams(max_tokens=int(rng.integers(1, 12)), temperature=seed % 2, seed=seed)
+        for seed in range(len(prompts))
+    ]
+    options = OPTIONS | dict(slots=2, max_len=64, buckets=(2,), pages=None, prefix_cache=False)
+    fresh = []
+    for prompt, own in zip(prompts, params, strict=True):
+        with engines.make(target, **options) as engine:
+            fresh.append(engine.generate([prompt], own)[0].raise_for_error().token_ids)
+    order = rng.integers(0, len(prompts), 1000)
+    with engines.make(target, drafter=drafter, **options) as engine:
+        done = engine.generate([prompts[index] for index in order], [params[index] for index in order])
+        assert engine.metrics.num_accepted_tokens > 1000
+    assert [one.raise_for_error().token_ids for one in done] == [fresh[index] for index in order]
+
+
+@pytest.mark.long
 def test_sampled_tokens_are_the_same_with_and_without_drafts(hybrid: Recorded) -> None:
     target, prompts, _ = hybrid
     params = SamplingParams(max_tokens=48, temperature=1.0, top_p=0.9, seed=5)

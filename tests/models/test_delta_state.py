@@ -225,6 +225,19 @@ def test_rounds_have_the_outputs_and_states_of_the_recurrence_at_every_node(name
     assert rounds.error < TOLERANCE
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("name", ["chain", "tree"])
+def test_2000_tokens_of_random_rounds_stay_at_the_recurrence(name: str, text: str) -> None:
+    """Errors of float32 do not add up: each state is compared, after 62 folds too."""
+    rounds = DeltaRounds(name, text, seed=1)
+    rounds.prompt(1, [20])
+    while len(rounds.committed[1]) < 2000:
+        rounds.round([1])
+    print(f"largest error {rounds.error:.1e}")
+    assert rounds.error < TOLERANCE
+
+
 def test_outputs_differ_if_state_records_or_ancestors_are_wrong() -> None:
     def broken(change: Callable[[TokenBatch], TokenBatch], undo: bool = False) -> float:
         rounds = DeltaRounds("tree", "usual")

@@ -121,12 +121,12 @@ def test_h200_round_of_each_drafter_is_one_cuda_graph_that_updates_in_place(
 
 @pytest.mark.parametrize(
     ("tree", "launches"),
-    [(None, 115), pytest.param(Tree.chain(4), 210, marks=pytest.mark.long), (Tree.topk(32, 4, 4), 240)],
+    [(None, 210), pytest.param(Tree.chain(4), 290, marks=pytest.mark.long), (Tree.topk(32, 4, 4), 370)],
     ids=str,
 )
 def test_h200_round_of_a_hybrid_reads_and_folds_states_in_place(tree: Tree | None, launches: int) -> None:
     """Three of four layers have states; a kernel reads them in each round, another folds in one conditional."""
-    program = check(*compile_round(tree, batch=8, shape="qwen3.8-27b", layers=8), launches=launches, temp_mib=72)
+    program = check(*compile_round(tree, batch=8, shape="qwen3.8-27b", layers=8), launches=launches, temp_mib=400)
     assert sum(launch.kind == "kConditional" for launch in program.launches) == 1
     mosaic = [launch for launch in program.launches if launch.kind == "kCustomCall"]
     assert len(mosaic) >= 6 * 2

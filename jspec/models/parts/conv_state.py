@@ -49,7 +49,7 @@ class ConvState(_Rows, LayerState):
     @classmethod
     def commit(cls, states: Sequence[Self], view: SlotView, path: AcceptedPath) -> list[Self]:
         """Move the inputs of an accepted path; `LayerState.commit`."""
-        moved = [state._replace(inputs=move_slot_rows(state.inputs, view, path, axis=1)) for state in states]
+        moved = [state._replace(inputs=move_slot_rows(state.inputs, view, path)) for state in states]
         if not moved[0].num_copies:
             return moved
         position = (view.lengths + path.counts) // EVERY * EVERY
@@ -93,9 +93,10 @@ def taps_of(
     Returns:
         The inputs, and the state with the new ones.
     """
-    x = x.astype(state.inputs.dtype)
+    # Rows are written after the committed ones have been read: else they are copied.
+    past, x = jax.lax.optimization_barrier((_past(state, batch, taps - 1), x.astype(state.inputs.dtype)))
     # Of each token: the inputs 1, 2, ... tokens before it.
-    earlier = _of_prompts(state, x, batch, taps) if isinstance(batch, PromptBatch) else _of_nodes(state, x, batch, taps)
+    earlier = _of_prompts(past, x, batch, taps) if isinstance(batch, PromptBatch) else _of_nodes(past, x, batch, taps)
     return jnp.stack([*earlier[::-1], x], axis=2), _written(state, x, batch, taps)
 
 
@@ -115,9 +116,18 @@ def _committed(
     return jnp.where((positions >= 0)[..., None], inputs, 0)
 
 
-def _of_nodes(state: ConvState, x: Inputs, batch: TokenBatch, taps: int) -> list[Array]:
+def _past(state: ConvState, batch: TokenBatch, count: int) -> Float[Array, "sequences count channels"]:
+    """Return the committed inputs before the tokens of each sequence, or of each piece of a prompt."""
+    if isinstance(batch, PromptBatch):
+        if batch.slots is None:
+            return jnp.zeros((len(batch.starts), count, state.inputs.shape[-1]), state.inputs.dtype)
+        return _committed(state, batch.slots, batch.starts, count)
     assert batch.slots is not None, "rounds have slots"
-    past, count = _committed(state, batch.slots, batch.first_row, taps - 1), taps - 1
+    return _committed(state, batch.slots, batch.first_row, count)
+
+
+def _of_nodes(past: Array, x: Inputs, batch: TokenBatch, taps: int) -> list[Array]:
+    count = taps - 1
     every = jnp.concatenate([past, x], axis=1)
     if batch.bits is None and batch.paths is None:
         return [every[:, count - age : count - age + x.shape[1]] for age in range(1, taps)]
@@ -132,13 +142,9 @@ def _of_nodes(state: ConvState, x: Inputs, batch: TokenBatch, taps: int) -> list
     return found
 
 
-def _of_prompts(state: ConvState, x: Inputs, batch: PromptBatch, taps: int) -> list[Array]:
+def _of_prompts(past: Array, x: Inputs, batch: PromptBatch, taps: int) -> list[Array]:
     """The blocks of a piece are consecutive, so a token follows the one before it among all rows of the batch."""
     flat, start = x.reshape(-1, x.shape[-1]), batch.of_piece(batch.starts)[:, None]
-    if batch.slots is None:
-        past = jnp.zeros((len(batch.starts), taps - 1, x.shape[-1]), x.dtype)
-    else:
-        past = _committed(state, batch.slots, batch.starts, taps - 1)
     past = batch.of_piece(past)
     found = []
     for age in range(1, taps):

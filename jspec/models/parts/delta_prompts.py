@@ -1,4 +1,4 @@
-"""ChunkedPieces of prompts in the chunks of `pallas_kernels.recurrent.prompt_chunks`, and what is kept of them."""
+"""Pieces of prompts in the chunks of `pallas_kernels.recurrent.prompt_chunks`, and what is kept of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pallas_kernels.recurrent.records import EVERY, DeltaTokens, Records, States
 def has_kernel(ring: RecordRing, batch: PromptBatch) -> bool:
     """Return whether the kernels run on the device, and have a form for this prefill."""
     is_supported = batch.slots is not None and not batch.deterministic and ring.keys.dtype == jnp.bfloat16
-    dims = ring.keys.shape[3], ring.values.shape[2]
+    dims = ring.keys.shape[3], ring.values.shape[3]
     return is_supported and multiprocessors() is not None and dims[0] in (64, 128) and dims[1] % HEIGHT == 0
 
 

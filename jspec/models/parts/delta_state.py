@@ -64,7 +64,8 @@ class DeltaState(_StateAndRecords, LayerState):
     def specs(self, axis: str) -> Any:
         """Divide the heads; `LayerState.specs`."""
         heads: Any = P(None, axis)
-        return type(self)(heads, heads, self.inputs.specs(axis), heads)  # type: ignore[arg-type]
+        records: Any = P(None, None, axis)
+        return type(self)(heads, records, self.inputs.specs(axis), heads)  # type: ignore[arg-type]
 
     @property
     def num_copies(self) -> int:
@@ -86,15 +87,9 @@ class DeltaState(_StateAndRecords, LayerState):
         inputs = ConvState.commit([state.inputs for state in states], view, path)
         moved = [
             state._replace(
-                records=RecordRing(
-                    *(
-                        move_slot_rows(of, view, path, axis=axis)
-                        for of, axis in zip(state.records, (2, 3, 2), strict=True)
-                    )
-                ),
-                inputs=rows,
+                records=RecordRing(*(move_slot_rows(rows, view, path) for rows in state.records)), inputs=new
             )
-            for state, rows in zip(states, inputs, strict=True)
+            for state, new in zip(states, inputs, strict=True)
         ]
         for index in range((EVERY - 1 + path.longest) // EVERY):  # a round may complete several blocks of records
             first = (view.lengths // EVERY + index) * EVERY

@@ -14,23 +14,21 @@ from pallas_kernels.attention.ancestor_bits import WORD
 
 
 def move_slot_rows(
-    rows: Float[Array, "slots *axes"], view: SlotView, path: AcceptedPath, *, axis: int
-) -> Float[Array, "slots *axes"]:
+    rows: Float[Array, "slots rows *channels"], view: SlotView, path: AcceptedPath
+) -> Float[Array, "slots rows *channels"]:
     """Move the rows of an accepted path to the places of committed tokens.
 
     Args:
         rows: rows of all slots.
         view: the slots of the batch, before their lengths advance.
         path: the rows to move.
-        axis: axis of the rows.
     """
     if path.source is None:
         return rows
     assert path.moved is not None
-    size, slot, inner = rows.shape[axis], view.slots[:, None], (slice(None),) * (axis - 1)
-    first = view.lengths[:, None]
-    moved = rows.at[(slot, *inner, (first + path.source) % size)].get(mode="fill", fill_value=0)
-    target = jnp.where(path.moved, slot, len(rows)), *inner, (first + jnp.arange(path.source.shape[1])) % size
+    size, slot, first = rows.shape[1], view.slots[:, None], view.lengths[:, None]
+    moved = rows.at[slot, (first + path.source) % size].get(mode="fill", fill_value=0)
+    target = jnp.where(path.moved, slot, len(rows)), (first + jnp.arange(path.source.shape[1])) % size
     return rows.at[target].set(moved, mode="drop")
 
 

@@ -39,15 +39,10 @@ class GpuClock:
     capped: Annotated[float, Column("capped", ".0%")]  # share of the samples in which the power limit lowered the clock
 
 
-def has_gpu() -> bool:
-    """Return whether JAX computes on a GPU."""
-    return jax.devices()[0].platform == "gpu"
-
-
 def watch_clock(work: Callable[[], object], *, seconds: float = SECONDS) -> GpuClock | None:
     """Repeat ``work`` for ``seconds`` and return the GPU's clock by `nvidia-smi`; None if that reports nothing."""
     program = shutil.which("nvidia-smi")
-    if program is None or not has_gpu():
+    if program is None or jax.devices()[0].platform != "gpu":
         return None
     gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
     query = [f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits", f"--id={gpu}", f"--loop-ms={INTERVAL}"]

@@ -23,15 +23,6 @@ from jspec.models.parts.rope import Rope
 from jspec.models.weights.params import model_params, random_weights
 from jspec.models.weights.tensor_parallel import put_named
 
-LLAMA3 = Rope(theta=500000.0, kind="llama3", factor=8.0, original_max_position=8192)
-
-
-def _config(vocab: int, hidden: int, inner: int, layers: int, heads: tuple[int, int, int], **more: Any) -> ModelConfig:
-    num_heads, num_kv_heads, head_dim = heads
-    sizes: dict[str, Any] = dict(vocab_size=vocab, hidden_size=hidden, intermediate_size=inner, num_layers=layers)
-    sizes |= dict(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
-    return ModelConfig.of_sizes(family="llama", norm_eps=1e-5, tie_word_embeddings=False, **sizes, **more)
-
 
 def _published(model_type: str, hidden: int, inner: int, layers: int, heads: tuple[int, int, int], **more: Any) -> Any:
     """Return the config of a published model, read from the values in its config.json."""
@@ -40,6 +31,9 @@ def _published(model_type: str, hidden: int, inner: int, layers: int, heads: tup
     return read_config({"model_type": model_type, **sizes, **dict(zip(names, heads, strict=True)), **more})
 
 
+LLAMA3_ROPE = dict(rope_type="llama3", rope_theta=5e5, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
+LLAMA3_ROPE |= dict(original_max_position_embeddings=8192)
+LLAMA3 = dict(vocab_size=128256, rms_norm_eps=1e-5, rope_parameters=LLAMA3_ROPE, max_position_embeddings=131072)
 QWEN3 = dict(vocab_size=151936, rms_norm_eps=1e-6, rope_theta=1e6, max_position_embeddings=40960)
 GPT_OSS = dict(vocab_size=201088, num_local_experts=32, max_position_embeddings=131072)
 LITE_YARN = dict(type="yarn", factor=40, mscale=0.707, mscale_all_dim=0.707, original_max_position_embeddings=4096)
@@ -53,8 +47,8 @@ HYBRID = dict(vocab_size=248320, rope_theta=1e7, max_position_embeddings=262144)
 TINY_HYBRID = LONG | dict(vocab_size=512, linear_num_key_heads=2, linear_num_value_heads=4)
 TINY_HYBRID |= dict(linear_key_head_dim=16, linear_value_head_dim=16)
 TARGETS = {
-    "llama3-8b": _config(128256, 4096, 14336, 32, (32, 8, 128), rope=LLAMA3, max_position=131072),
-    "llama3-70b": _config(128256, 8192, 28672, 80, (64, 8, 128), rope=LLAMA3, max_position=131072),
+    "llama3-8b": _published("llama", 4096, 14336, 32, (32, 8, 128), **LLAMA3),
+    "llama3-70b": _published("llama", 8192, 28672, 80, (64, 8, 128), **LLAMA3),
     "qwen3-8b": _published("qwen3", 4096, 12288, 36, (32, 8, 128), **QWEN3),
     "qwen3-30b-a3b": _published("qwen3_moe", 2048, 6144, 48, (32, 4, 128), norm_topk_prob=True, **QWEN3),
     "qwen3.8-27b": _published("qwen3_5_text", 5120, 17408, 64, (24, 4, 256), linear_num_value_heads=48, **HYBRID),
@@ -62,12 +56,14 @@ TARGETS = {
     "gpt-oss-20b": _published("gpt_oss", 2880, 2880, 24, (64, 8, 64), **GPT_OSS),
     "gemma3-12b": _published("gemma3_text", 3840, 15360, 48, (16, 8, 256), vocab_size=262208, sliding_window=1024),
     "deepseek-v2-lite": _published("deepseek_v2", 2048, 10944, 27, (16, 16, 128), **LITE),
-    "tiny": _config(512, 64, 192, 8, (4, 2, 16), rope=Rope(), max_position=65536),
+    "tiny": _published("llama", 64, 192, 8, (4, 2, 16), vocab_size=512, rms_norm_eps=1e-5, **LONG),
     "tiny-gemma3": _published("gemma3_text", 64, 192, 8, (4, 2, 16), vocab_size=512, sliding_window=64),
     "tiny-moe": _published("qwen3_moe", 64, 192, 8, (4, 2, 16), **TINY_MOE),
     "tiny-mla": _published("deepseek_v2", 64, 192, 4, (4, 4, 16), **TINY_MLA),
     "tiny-hybrid": _published("qwen3_5_text", 64, 192, 8, (4, 2, 16), **TINY_HYBRID),
-    "least": _config(64, 16, 16, 1, (1, 1, 8), rope=Rope(), max_position=65536),  # for measurements of the host
+    "least": _published(
+        "llama", 16, 16, 1, (1, 1, 8), vocab_size=64, rms_norm_eps=1e-5, **LONG
+    ),  # for measurements of the host
 }
 PEAGLE_LAYERS = 4  # of published P-EAGLE heads
 DFLASH_LAYERS = 5  # of published DFlash heads; each reads as many states of the target

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import product
 
 import jax
 
@@ -136,36 +137,25 @@ def head_costs(c: HeadConfig, batch: int, tree: Tree, context: int, widths: Widt
     """Return the costs of the kernels of a head that fuses features of the target's newest tokens and drafts a tree."""
     features = c.num_features * c.target_hidden_size
     fc = matmul("fc", batch * (tree.depth + 1), c.hidden_size, features, widths)
-    match c:
-        case DFlashConfig():
-            return [fc, *block_costs(c, batch, tree, context, widths)]
-        case PEagleConfig():
-            return [fc, *peagle_costs(c, batch, tree, context, widths)]
-        case _:
-            return [fc, *eagle3_costs(c, batch, tree, context, widths)]
+    if isinstance(c, DFlashConfig):
+        return [fc, *block_costs(c, batch, tree, context, widths)]
+    return [fc, *eagle_costs(c, batch, tree, context, widths)]
 
 
-def eagle3_costs(c: HeadConfig, batch: int, tree: Tree, context: int, widths: Widths) -> list[Cost]:
-    """Return the costs of an EAGLE-3 head, which runs once for each level of a tree."""
-    if tree.paths is None:
+def eagle_costs(c: HeadConfig, batch: int, tree: Tree, context: int, widths: Widths) -> list[Cost]:
+    """Return the costs of a head that runs once for each level of a tree, or once for all levels (P-EAGLE)."""
+    if isinstance(c, PEagleConfig):
+        fed = [tree.depth]
+    elif tree.paths is None:
         fed = [1] + [tree.k] * (tree.depth - 1)
     else:
         fed = [len(level.with_children) for level in tree.levels[:-1]]
     # The embeddings' half of the projection is precomputed for a reduced draft vocabulary.
     has_own_vocab, costs = c.draft_vocab_size < c.vocab_size, []
-    for depth, nodes in enumerate(fed):
-        inputs = c.hidden_size if depth and has_own_vocab else 2 * c.hidden_size
-        costs += layer_costs(c.layers[0], c.hidden_size, batch, nodes, context, widths, inputs=inputs)
-        costs.append(matmul("head", batch * nodes, c.draft_vocab_size, c.hidden_size, widths))
-    return costs
-
-
-def peagle_costs(c: PEagleConfig, batch: int, tree: Tree, context: int, widths: Widths) -> list[Cost]:
-    """Return the costs of a P-EAGLE head, whose one pass takes a pair for each level of a tree."""
-    costs = []
-    for inputs, layer in zip([2 * c.hidden_size] + [c.hidden_size] * c.num_layers, c.layers, strict=False):
-        costs += layer_costs(layer, c.hidden_size, batch, tree.depth, context, widths, inputs=inputs)
-    return [*costs, matmul("head", batch * tree.depth, c.draft_vocab_size, c.hidden_size, widths)]
+    for (depth, nodes), (index, layer) in product(enumerate(fed), enumerate(c.layers)):
+        inputs = c.hidden_size if index or (depth and has_own_vocab) else 2 * c.hidden_size
+        costs += layer_costs(layer, c.hidden_size, batch, nodes, context, widths, inputs=inputs)
+    return costs + [matmul("head", batch * nodes, c.draft_vocab_size, c.hidden_size, widths) for nodes in fed]
 
 
 def block_costs(c: DFlashConfig, batch: int, tree: Tree, context: int, widths: Widths) -> list[Cost]:

@@ -1,0 +1,51 @@
+"""Test what the memory plan says of published hybrids against sums by hand, and against the arrays of their layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import pytest
+
+from jspec import Tree
+from jspec.core.config import EngineConfig
+from jspec.core.tree import ROOT_ONLY
+from jspec.draft.base import NoDraft
+from jspec.models.decoder import Model
+from jspec.models.parts.kv_pool import PoolShape
+from jspec.models.weights.params import abstract_weights, model_params
+from jspec.step.memory import DeviceMemory, MemoryPlanner, tree_bytes
+from jspec.step.program import Params, Program
+from jspec.tools.bench import random_models
+
+SLOTS, COPIES, PAGES, PAGE = 3, 4, 20, 16
+KIB, MIB = 2**10, 2**20
+
+
+@pytest.mark.parametrize(
+    ("shape", "state", "record", "row", "token"),
+    [("qwen3.8-27b", 144, 777, 960, 64), ("qwen3.5-35b-a3b", 60, 363.75, 480, 20)],
+)
+@pytest.mark.parametrize(
+    ("tree", "records"), [(ROOT_ONLY, 32), (Tree.chain(4), 64), (Tree.topk(7, 3, 4), 64), (Tree.topk(47, 6, 8), 96)]
+)
+def test_memory_plan_has_states_records_and_inputs_of_slots_and_pages_of_tokens(
+    shape: str, state: float, record: float, row: float, token: float, tree: Tree, records: int
+) -> None:
+    """Sizes of all layers: MiB of a state in float32; KiB of a record, of a row of inputs, of a token in pages.
+
+    A slot has a multiple of 32 records, at least 31 and one for each node of a round. It has rows of inputs for the
+    nodes and three tokens before them; it and each copy of a state have three more, of the tokens before the state.
+    """
+    config = EngineConfig(slots=SLOTS, max_len=64, page_size=PAGE, pages=PAGES, buckets=(SLOTS,), prefill_buckets=(16,))
+    c = random_models.TARGETS[shape]
+    target = Model.from_weights(c, abstract_weights(model_params(c), "bfloat16"))
+    program = Program(NoDraft(), (), config.accept, "reference", controls=config.controls)
+    planner = MemoryPlanner(program, Params(target=target, draft=()), config, DeviceMemory(2**40, 0, is_reported=True))
+    pool = replace(PoolShape.of(config, tree, "bfloat16"), copies=COPIES)
+    plan = planner.plan(pool)
+    slot = state * MIB + KIB * (record * records + row * (tree.nodes + 3 + 3))
+    assert plan.states == SLOTS * slot + COPIES * (state * MIB + KIB * row * 3)
+    assert plan.target_pool == PAGES * PAGE * KIB * token
+    made = jax.eval_shape(lambda: [layer.mixer.state(pool, "bfloat16") for layer in c.layers])
+    assert tree_bytes(made) == plan.states + plan.target_pool
