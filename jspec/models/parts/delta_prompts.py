@@ -76,11 +76,6 @@ class _ChunkPlan(NamedTuple):
         integers = (of.astype(jnp.int32) for of in (batch.slots, starts == 0, first, counts))
         return cls(batch, ChunkedPieces(*integers), last[-1].astype(jnp.int32), piece, position)
 
-    @property
-    def whole(self) -> Int[Array, "pieces"]:
-        """Last multiple of `EVERY` tokens of each piece."""
-        return self.batch.ends // EVERY * EVERY
-
     def chunks(self, new: DeltaTokens, ring: RecordRing) -> Chunks:
         """Return the tokens of the chunks, and the records behind the state in the first one of each piece."""
         assert self.batch.slots is not None
@@ -92,25 +87,21 @@ class _ChunkPlan(NamedTuple):
         queries, keys, values, decays, rates = (
             _by_token(rows).at[source].get(mode="fill", fill_value=0) for rows in new
         )
-        window, position = ring.window(self.batch.slots, batch.starts), self._window()
+        window, position = ring.window(self.batch.slots, batch.starts), _block_of(batch.starts)
         is_behind = (position < batch.starts[:, None]) & (self.pieces.counts > 0)[:, None]
         place = jnp.where(is_behind, self.pieces.first[:, None], len(keys)), position % CHUNK
         keys, values, decays = (
             rows.at[place].set(jnp.swapaxes(of, 1, 2), mode="drop")
             for rows, of in zip((keys, values, decays), window, strict=True)
         )
-        is_record = jnp.zeros(exists.shape, bool).at[place].set(True, mode="drop")
-        return Chunks(queries, keys, values, decays, rates, is_record, self.position < self.whole[self.piece][:, None])
-
-    def _window(self) -> Int[Array, "pieces every"]:
-        """Return the positions of the block of records in which a piece starts."""
-        return self.batch.starts[:, None] // EVERY * EVERY + jnp.arange(EVERY)
+        is_record = (self.position >= starts // EVERY * EVERY) & (self.position < starts)
+        return Chunks(queries, keys, values, decays, rates, is_record, self.position < ends // EVERY * EVERY)
 
     def kept(
         self, new: DeltaTokens, corrected: Float[Array, "pieces heads value_dim tokens"], ring: RecordRing
     ) -> RecordRing:
         """Return the records with those of the tokens behind the last multiple of `EVERY` of each piece."""
-        batch, position = self.batch, self.whole[:, None] + jnp.arange(EVERY)
+        batch, position = self.batch, _block_of(self.batch.ends)
         assert batch.slots is not None
         is_kept = (position >= batch.starts[:, None]) & (position < batch.ends[:, None])
         source = jnp.clip(_first_of(batch)[:, None] + position - batch.starts[:, None], 0, batch.tokens.size - 1)
@@ -124,6 +115,11 @@ class _ChunkPlan(NamedTuple):
         """Return the chunk of each token of the batch, and its place in it."""
         first = self.batch.of_piece(self.pieces.first - self.batch.starts // CHUNK)
         return first[:, None] + self.batch.positions // CHUNK, self.batch.positions % CHUNK
+
+
+def _block_of(position: Int[Array, "pieces"]) -> Int[Array, "pieces every"]:
+    """Return the positions of the block of `EVERY` positions around one."""
+    return position[:, None] // EVERY * EVERY + jnp.arange(EVERY)
 
 
 def _first_of(batch: PromptBatch) -> Int[Array, "pieces"]:
