@@ -41,6 +41,11 @@ class LayerState:
         raise NotImplementedError
 
     @property
+    def has_kernel(self) -> bool:
+        """Whether the layer is computed by kernels on the present device, or is as fast without."""
+        return True
+
+    @property
     def num_copies(self) -> int:
         """Number of copies of slots' states that it keeps for the prefix cache; 0: pages hold all that it keeps."""
         return 0

@@ -24,7 +24,7 @@ from tqdm import tqdm
 from jspec.core.config import EngineConfig
 from jspec.core.prefill_input import PrefillInput
 from jspec.core.progress import progress_bar
-from jspec.core.records import Draft, SlotState, StepResult
+from jspec.core.records import Draft, LayerState, SlotState, StepResult
 from jspec.models.kv_cache import copy_state, update_page_table
 from jspec.models.weights.tensor_parallel import state_layout
 from jspec.sampling import grammar_mask, penalties
@@ -85,7 +85,7 @@ class Executables:
         self.lower_seconds: dict[str, float] = {}
         self.digests: dict[str, str] = {}
         logger.info("kernels: %s", describe(program.implementation, device))
-        warn_of_slow_layers(params, device.platform)
+        warn_of_slow_layers(state.target, device.platform)
 
     @property
     def helpers(self) -> list[Kind]:
@@ -224,10 +224,14 @@ class Executables:
         return key.name(self._program.drafter.tree.depth)
 
 
-def warn_of_slow_layers(params: Params, platform: str) -> None:
-    """Log a warning if layers of the target have no kernel on a platform."""
-    if platform != "cpu" and params.target is not None and params.target.config.has_slot_states:
-        logger.warning("the target's layers without attention have no kernel yet: on this %s they are slow", platform)
+def warn_of_slow_layers(states: Sequence[LayerState], platform: str) -> None:
+    """Log a warning if layers of the target have no kernel on the device."""
+    if platform != "cpu" and not all(state.has_kernel for state in states):
+        logger.warning(
+            "the target's layers with gated delta nets have no kernel for this %s (it needs a Hopper GPU, bfloat16, "
+            "and heads of 64 or 128 channels): they are slow",
+            platform,
+        )
 
 
 def _report(rows: int, depth: int) -> jax.ShapeDtypeStruct:

@@ -46,7 +46,7 @@ def verify_round(
         return gated_delta.verify(*before, new, seen, deterministic=deterministic)
 
     arguments = state, ring, slots, lengths, new, seen
-    if deterministic or new.decays.shape[2] > MOST_NODES or not _has_kernel(ring):
+    if deterministic or new.decays.shape[2] > MOST_NODES or not has_kernel(ring):
         return reference(*arguments)
     return choose_compiled(implementation, _verify, reference, *arguments)
 
@@ -77,12 +77,12 @@ def fold_round(
         folded = gated_delta.fold(states_of(state, slots), block, deterministic=deterministic)
         return state.at[slots].set(folded, mode="drop")
 
-    if deterministic or not _has_kernel(ring):
+    if deterministic or not has_kernel(ring):
         return reference(state, ring, slots, first)
     return choose_compiled(implementation, _fold, reference, state, ring, slots, first)
 
 
-def _has_kernel(ring: RecordRing) -> bool:
+def has_kernel(ring: RecordRing) -> bool:
     """Return whether the kernel runs on the device, and has a form for heads of this size and dtype."""
     key_dim, value_dim, dtype = ring.keys.shape[3], ring.values.shape[3], ring.keys.dtype
     return multiprocessors() is not None and dtype == jnp.bfloat16 and key_dim in (64, 128) and value_dim % HEIGHT == 0

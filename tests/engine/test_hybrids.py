@@ -18,9 +18,9 @@ from jspec.engine.schedule.sizes import RoundSize
 from jspec.models.decoder import Model
 from jspec.models.mixers.gated_delta import GatedDelta
 from jspec.models.parts.delta_state import DeltaState
+from jspec.models.parts.kv_pool import KVPool, PoolShape
 from jspec.models.weights.params import model_params, random_weights
 from jspec.step.executables import warn_of_slow_layers
-from jspec.step.program import Params
 from pallas_kernels.recurrent.records import EVERY
 from tests.support import engines, tiny
 from tests.support.recordings import recording
@@ -149,12 +149,18 @@ def test_a_copy_of_another_state_gives_other_tokens(hybrid: Recorded, monkeypatc
         assert tokens_of(engine, prompts[2:]) != expected[2:]
 
 
-def test_a_warning_says_that_states_are_slow_on_a_gpu(hybrid: Recorded, caplog: pytest.LogCaptureFixture) -> None:
-    for target in (hybrid[0], tiny.model(16)):
+def test_a_warning_says_that_layers_are_slow_on_a_device_without_their_kernel(
+    hybrid: Recorded, caplog: pytest.LogCaptureFixture
+) -> None:
+    config, pool = hybrid[0].config, PoolShape(1, 1, 16, 16, "bfloat16", "bfloat16")
+    layers = [layer.mixer.state(pool, "bfloat16") for layer in config.layers]
+    assert {type(layer) for layer in layers} == {DeltaState, KVPool}
+    for states in (layers, [layer for layer in layers if isinstance(layer, KVPool)]):
         for platform in ("cpu", "gpu"):
-            warn_of_slow_layers(Params(target=target, draft=()), platform)
+            warn_of_slow_layers(states, platform)
     assert [record.message for record in caplog.records] == [
-        "the target's layers without attention have no kernel yet: on this gpu they are slow"
+        "the target's layers with gated delta nets have no kernel for this gpu (it needs a Hopper GPU, bfloat16, and "
+        "heads of 64 or 128 channels): they are slow"
     ]
 
 

@@ -17,12 +17,12 @@ from jaxtyping import Array, Float, Int
 
 from jspec.core.prompt_blocks import BLOCK
 from jspec.core.records import AcceptedPath, LayerState, PromptBatch, SlotView, TokenBatch
+from jspec.models.parts import delta_prompts
 from jspec.models.parts.conv_state import ConvState
-from jspec.models.parts.delta_prompts import has_kernel, run_prompts
 from jspec.models.parts.kv_pool import PoolShape
 from jspec.models.parts.slot_rows import ancestor_mask, is_token, move_slot_rows
 from pallas_kernels.layers.hopper import choose_compiled
-from pallas_kernels.recurrent.delta_rounds import fold_round, verify_round
+from pallas_kernels.recurrent.delta_rounds import fold_round, has_kernel, verify_round
 from pallas_kernels.recurrent.gated_delta import chunk_of, fold, run_chunk, verify
 from pallas_kernels.recurrent.record_ring import RecordRing, states_of
 from pallas_kernels.recurrent.records import EVERY, DeltaTokens, Records
@@ -66,6 +66,10 @@ class DeltaState(_StateAndRecords, LayerState):
         heads: Any = P(None, axis)
         records: Any = P(None, None, axis)
         return type(self)(heads, records, self.inputs.specs(axis), heads)  # type: ignore[arg-type]
+
+    @property
+    def has_kernel(self) -> bool:
+        return has_kernel(self.records)
 
     @property
     def num_copies(self) -> int:
@@ -129,11 +133,13 @@ def run_tokens(state: DeltaState, new: DeltaTokens, batch: TokenBatch) -> tuple[
 
 
 def _run_prompts(state: DeltaState, new: DeltaTokens, batch: PromptBatch) -> tuple[Outputs, DeltaState]:
-    if not has_kernel(state.records, batch):
+    if not delta_prompts.has_kernel(state.records, batch):
         return _run_blocks(state, new, batch)
 
     def kernel(state: DeltaState, new: DeltaTokens, batch: PromptBatch, *, interpret: Any) -> tuple[Array, DeltaState]:
-        outputs, states, records = run_prompts(state.state, state.records, new, batch, interpret=interpret)
+        outputs, states, records = delta_prompts.run_prompts(
+            state.state, state.records, new, batch, interpret=interpret
+        )
         return outputs, state._replace(state=states, records=records)
 
     return choose_compiled(batch.numerics.options["implementation"], kernel, _run_blocks, state, new, batch)
