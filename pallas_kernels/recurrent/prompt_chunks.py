@@ -6,9 +6,8 @@ With W[i, j] = rate_i e^between_ij (k_j . k_i) for j before i, the corrected val
     u = inverse(1 + W) rate (v - e^path S k)       o = e^path S q + scores u
 
 and the state advances by ``S = e^total S + sum over j of e^after_j u_j k_j^T``. The inverse comes from substitution,
-row after row: powers of W lose all digits if keys repeat. Chunks begin at multiples of `CHUNK` positions. A piece's
-first chunk therefore has the records behind the piece's state too: their values are corrected already, and they read
-nothing.
+row after row: powers of W lose all digits if keys repeat. A piece's first chunk begins with the records behind its
+state: their values are corrected already, and they read nothing.
 """
 
 from __future__ import annotations

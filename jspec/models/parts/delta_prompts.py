@@ -52,11 +52,15 @@ def run_prompts(
 
 
 class _ChunkPlan(NamedTuple):
-    """The chunks of a prefill's pieces. A chunk has the positions from a multiple of `CHUNK` on."""
+    """The chunks of a prefill's pieces, the first of which begins where the state of the piece's slot stands.
+
+    The last multiple of `EVERY` tokens of a piece and the tokens behind it are therefore in its last chunk.
+    """
 
     batch: PromptBatch
     pieces: ChunkedPieces
     used: Int[Array, ""]  # number of chunks
+    origin: Int[Array, "pieces"]  # position of the first token of each piece's first chunk
     piece: Int[Array, "chunks"]  # piece of each chunk
     position: Int[Array, "chunks tokens"]
 
@@ -65,16 +69,17 @@ class _ChunkPlan(NamedTuple):
         """Lay out the chunks of a batch for states of ``slots`` slots."""
         assert batch.slots is not None
         starts, ends = batch.starts, batch.ends
-        counts = jnp.where((starts < ends) & (batch.slots < slots), -(-ends // CHUNK) - starts // CHUNK, 0)
+        origin = starts // EVERY * EVERY
+        counts = jnp.where((starts < ends) & (batch.slots < slots), -((origin - ends) // CHUNK), 0)
         last = jnp.cumsum(counts)
-        # A piece of n tokens has at most 1 + (n + CHUNK - 2) // CHUNK chunks.
-        most = (batch.tokens.size + len(starts) * (CHUNK - 2)) // CHUNK + len(starts)
+        # A piece of n tokens has at most (EVERY - 1 + n + CHUNK - 1) // CHUNK chunks.
+        most = (batch.tokens.size + len(starts) * (EVERY + CHUNK - 2)) // CHUNK
         index = jnp.arange(most)
         piece = jnp.minimum(jnp.sum(index[:, None] >= last, axis=1), len(starts) - 1)
         first = last - counts
-        position = (index + (starts // CHUNK - first)[piece])[:, None] * CHUNK + jnp.arange(CHUNK)
+        position = (origin[piece] + (index - first[piece]) * CHUNK)[:, None] + jnp.arange(CHUNK)
         integers = (of.astype(jnp.int32) for of in (batch.slots, starts == 0, first, counts))
-        return cls(batch, ChunkedPieces(*integers), last[-1].astype(jnp.int32), piece, position)
+        return cls(batch, ChunkedPieces(*integers), last[-1].astype(jnp.int32), origin, piece, position)
 
     def chunks(self, new: DeltaTokens, ring: RecordRing) -> Chunks:
         """Return the tokens of the chunks, and the records behind the state in the first one of each piece."""
@@ -87,39 +92,34 @@ class _ChunkPlan(NamedTuple):
         queries, keys, values, decays, rates = (
             _by_token(rows).at[source].get(mode="fill", fill_value=0) for rows in new
         )
-        window, position = ring.window(self.batch.slots, batch.starts), _block_of(batch.starts)
-        is_behind = (position < batch.starts[:, None]) & (self.pieces.counts > 0)[:, None]
-        place = jnp.where(is_behind, self.pieces.first[:, None], len(keys)), position % CHUNK
+        window, row = ring.window(self.batch.slots, batch.starts), jnp.arange(EVERY)
+        is_behind = (row < (batch.starts - self.origin)[:, None]) & (self.pieces.counts > 0)[:, None]
+        place = jnp.where(is_behind, self.pieces.first[:, None], len(keys)), row
         keys, values, decays = (
             rows.at[place].set(jnp.swapaxes(of, 1, 2), mode="drop")
             for rows, of in zip((keys, values, decays), window, strict=True)
         )
-        is_record = (self.position >= starts // EVERY * EVERY) & (self.position < starts)
-        return Chunks(queries, keys, values, decays, rates, is_record, self.position < ends // EVERY * EVERY)
+        is_folded = self.position < ends // EVERY * EVERY
+        return Chunks(queries, keys, values, decays, rates, self.position < starts, is_folded)
 
     def kept(
         self, new: DeltaTokens, corrected: Float[Array, "pieces heads value_dim tokens"], ring: RecordRing
     ) -> RecordRing:
         """Return the records with those of the tokens behind the last multiple of `EVERY` of each piece."""
-        batch, position = self.batch, _block_of(self.batch.ends)
+        batch, position = self.batch, self.batch.ends[:, None] // EVERY * EVERY + jnp.arange(EVERY)
         assert batch.slots is not None
         is_kept = (position >= batch.starts[:, None]) & (position < batch.ends[:, None])
         source = jnp.clip(_first_of(batch)[:, None] + position - batch.starts[:, None], 0, batch.tokens.size - 1)
         keys, decays = (jnp.swapaxes(_by_token(rows)[source], 1, 2) for rows in (new.keys, new.decays))
-        row = (position % CHUNK)[:, None, None]
-        values = jnp.swapaxes(jnp.take_along_axis(corrected, row, axis=3), 2, 3).astype(new.values.dtype)
+        row = (position - self.origin[:, None]) % CHUNK
+        values = jnp.swapaxes(jnp.take_along_axis(corrected, row[:, None, None], axis=3), 2, 3).astype(new.values.dtype)
         slots = jnp.where(is_kept & (self.pieces.counts > 0)[:, None], batch.slots[:, None], len(ring.keys))
         return ring.written(slots, position, Records(keys, values, decays))
 
     def places(self) -> tuple[Int[Array, "batch tokens"], Int[Array, "batch tokens"]]:
         """Return the chunk of each token of the batch, and its place in it."""
-        first = self.batch.of_piece(self.pieces.first - self.batch.starts // CHUNK)
-        return first[:, None] + self.batch.positions // CHUNK, self.batch.positions % CHUNK
-
-
-def _block_of(position: Int[Array, "pieces"]) -> Int[Array, "pieces every"]:
-    """Return the positions of the block of `EVERY` positions around one."""
-    return position[:, None] // EVERY * EVERY + jnp.arange(EVERY)
+        index = self.batch.positions - self.batch.of_piece(self.origin)[:, None]
+        return self.batch.of_piece(self.pieces.first)[:, None] + index // CHUNK, index % CHUNK
 
 
 def _first_of(batch: PromptBatch) -> Int[Array, "pieces"]:
