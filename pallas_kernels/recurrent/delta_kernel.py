@@ -6,7 +6,7 @@ the state (`record_ring`) it first makes the state at the newest committed token
     newest = e^total state + sum over records j of (e^after_j u_j) k_j^T
 
 `fold` stores this. `verify` multiplies it by the keys and queries of all nodes, and substitutes node after node, since
-a node comes after its ancestors. The tensor cores get float32 operands as two bfloat16 numbers, high and low.
+a node comes after its ancestors.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels.layers.hopper import HEIGHT as ROWS
 from pallas_kernels.recurrent.record_ring import RecordRing
 from pallas_kernels.recurrent.records import EVERY, States
+from pallas_kernels.recurrent.warpgroup import Warpgroup, launch, tiled
 
 MOST_NODES = 64
 UNIT = 8  # nodes are padded to a multiple
@@ -79,9 +80,9 @@ def fold(
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu  # needs absl: imported only where it is used
 
-    def run(refs, memory):
+    def run(group, refs, memory):
         state, keys, values, slots, first, behind = refs
-        cta = _Cta(plgpu, (state, keys, values, behind), memory, interpret)
+        cta = _Cta(group, (state, keys, values, behind), memory)
         slot = slots[cta.sequence]
 
         @pl.when(slot < state.shape[0])
@@ -122,10 +123,10 @@ def verify(
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu  # needs absl: imported only where it is used
 
-    def run(refs, memory):
+    def run(group, refs, memory):
         (state, keys, values, slots, lengths, behind), nodes = refs[:6], Nodes(*refs[6:10])
         outputs, corrected = refs[10:]
-        cta = _Cta(plgpu, (state, keys, values, behind), memory, interpret)
+        cta = _Cta(group, (state, keys, values, behind), memory)
         cta.start(jnp.minimum(slots[cta.sequence], state.shape[0] - 1), lengths[cta.sequence], nodes)
         behind = cta.load_behind()
         plgpu.barrier_wait(memory.arrived)
@@ -157,49 +158,28 @@ class _Memory(NamedTuple):
 def _call(plgpu, run, name, state, ring, inputs, results, nodes, interpret):
     """Runs a kernel in a CTA for each sequence, value head and `ROWS` value channels."""
     (_, heads, value_dim, key_dim), dtype = state.shape, ring.keys.dtype
-
-    def memory(rows, columns, inner, dtype=dtype):
-        swizzle = plgpu.SwizzleTransform(inner * jnp.dtype(dtype).itemsize)
-        return plgpu.SMEM((rows, columns), dtype, transforms=(plgpu.TilingTransform((8, inner)), swizzle))
-
-    of_nodes = []
+    memory = [
+        tiled(plgpu, (ROWS, key_dim), jnp.float32),
+        tiled(plgpu, (EVERY, key_dim), dtype, COLUMNS),
+        tiled(plgpu, (EVERY, ROWS), dtype),
+        plgpu.Barrier(num_arrivals=7 if nodes else 3),
+    ]
     if nodes:
-        tables = plgpu.SMEM((2 * nodes + 3, nodes), jnp.float32)
-        of_nodes = [memory(nodes, key_dim, 32)] * 2 + [
-            memory(nodes, ROWS, 64),
-            memory(nodes, ROWS, 32, jnp.float32),
-            tables,
-        ]
-
-    def entry(*refs):
-        pl.run_scoped(
-            lambda *memory: run(refs, _Memory(*memory)),
-            memory(ROWS, key_dim, 32, jnp.float32),
-            memory(EVERY, key_dim, 32),
-            memory(EVERY, ROWS, 64),
-            plgpu.Barrier(num_arrivals=7 if nodes else 3),
-            *of_nodes,
-            collective_axes="warpgroup",
-        )
-
-    return plgpu.kernel(
-        entry,
-        out_type=results,
-        grid=(value_dim // ROWS, heads, inputs[3].shape[0]),
-        grid_names=("part", "head", "sequence"),
-        num_threads=1,
-        thread_name="warpgroup",
-        kernel_name=name,
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=False),
-        interpret=interpret,
-    )(*inputs)
+        memory += [tiled(plgpu, (nodes, key_dim), dtype, COLUMNS)] * 2
+        memory += [tiled(plgpu, (nodes, ROWS), dtype), tiled(plgpu, (nodes, ROWS), jnp.float32)]
+        memory.append(plgpu.SMEM((2 * nodes + 3, nodes), jnp.float32))
+    grid = {"part": value_dim // ROWS, "head": heads, "sequence": inputs[3].shape[0]}
+    group = Warpgroup(plgpu, dtype, interpret)
+    return launch(
+        plgpu, lambda refs, *scoped: run(group, refs, _Memory(*scoped)), name, grid, results, memory, inputs, interpret
+    )
 
 
 class _Cta:
     """The place of a CTA, and its operations on arrays [`ROWS`, n] in registers."""
 
-    def __init__(self, plgpu, refs, memory, interpret):
-        self.plgpu, self.layout, self.memory, self.interpret = plgpu, plgpu.Layout.WGMMA, memory, interpret
+    def __init__(self, group, refs, memory):
+        self.group, self.plgpu, self.memory = group, group.plgpu, memory
         self.state, self.keys, self.values, self.behind = refs
         part, self.head, self.sequence = (jax.lax.axis_index(name) for name in ("part", "head", "sequence"))
         self.key_head = jax.lax.div(self.head, self.state.shape[1] // self.keys.shape[2])
@@ -229,13 +209,13 @@ class _Cta:
     def load_behind(self):
         """Returns the decays behind the records, as factors of columns, and that of the state."""
         place = self.sequence, self.head
-        return self.per_column(self.behind.at[(*place, pl.ds(0, EVERY))]), self.behind[(*place, EVERY)]
+        return self.group.per_column(self.behind.at[(*place, pl.ds(0, EVERY))]), self.behind[(*place, EVERY)]
 
     def records(self, behind):
         """Returns the values of the records times the decays behind them, as two parts, and the decay of the state."""
         after, total = behind
-        values = self.read_transposed(self.memory.values).astype(jnp.float32)
-        return self.parts(jnp.where(after > 0, values, 0.0) * after), total
+        values = self.group.read_transposed(self.memory.values).astype(jnp.float32)
+        return self.group.parts(jnp.where(after > 0, values, 0.0) * after), total
 
     def column_blocks(self):
         """Returns the columns of the state, as many at a time as registers hold."""
@@ -244,33 +224,37 @@ class _Cta:
     def newest(self, records, columns):
         """Returns some columns of the state at the newest of the records."""
         values, total = records
-        state = self.read(self.memory.state.at[:, columns])
-        return state * total + self.product(values, self.memory.keys.at[:, columns])
+        state = self.group.read(self.memory.state.at[:, columns])
+        keys = self.memory.keys.at[:, columns]
+        return state * total + self.group.product(*((part, keys) for part in values))
 
     def seen_and_read(self, records):
         """Returns the products of the newest state with the keys and with the queries of nodes, [`ROWS`, nodes]."""
-        targets = self.memory.node_keys, self.memory.node_queries
-        if self.interpret:  # the interpreter has no `wgmma` with an operand in registers
-            state = [(self.parts(self.newest(records, columns)), columns) for columns in self.column_blocks()]
-            return [sum(self.dot(parts, of[:, columns].T) for parts, columns in state) for of in targets]
+        targets, found = (self.memory.node_keys, self.memory.node_queries), [0.0, 0.0]
 
         def run(*sums):
             for columns in self.column_blocks():
-                parts = self.parts(self.newest(records, columns))
-                for total, of in zip(sums, targets, strict=True):
-                    for part in parts:
-                        self.plgpu.wgmma(total, part, of.at[:, columns].T)
-                self.plgpu.wgmma_wait(0)
-            return [total[...] for total in sums]
+                parts = self.group.parts(self.newest(records, columns))
+                for index, rows in enumerate(targets):
+                    rows_of_block = rows.at[:, columns]
+                    if not self.group.interpret:
+                        self.group.multiply(sums[index], *((part, rows_of_block.T) for part in parts))
+                    else:
+                        found[index] += sum(self.group.dot(part, rows_of_block[...].T) for part in parts)
+                if sums:
+                    self.plgpu.wgmma_wait(0)
+            return [total[...] for total in sums] or found
 
+        if self.group.interpret:  # the interpreter has no `wgmma` with an operand in registers
+            return run()
         return pl.run_scoped(run, *[self.plgpu.ACC((ROWS, targets[0].shape[0]), jnp.float32)] * 2)
 
     def substituted(self, seen, read):
         """Returns the outputs and the corrected values of nodes, [`ROWS`, nodes]."""
-        nodes, row = seen.shape[1], lambda index: self.per_column(self.memory.tables.at[index])
-        values = self.read_transposed(self.memory.node_values).astype(jnp.float32)
+        nodes, row = seen.shape[1], lambda index: self.group.per_column(self.memory.tables.at[index])
+        values = self.group.read_transposed(self.memory.node_values).astype(jnp.float32)
         rest, outputs = values * row(2 * nodes) - seen * row(2 * nodes + 1), read * row(2 * nodes + 2)
-        index, dtype = self.column_index(rest.shape), self.keys.dtype
+        index, dtype = self.group.index(1, nodes), self.keys.dtype
 
         def take(node, carry):
             rest, outputs = carry
@@ -285,59 +269,8 @@ class _Cta:
         """Stores outputs and corrected values of nodes."""
         tiles = self.memory.outputs, self.memory.node_values
         for array, tile in zip(arrays, tiles, strict=True):
-            if self.interpret:
-                tile[...] = array.T
-            else:
-                tile.T[...] = self.plgpu.layout_cast(array, self.plgpu.Layout.WGMMA_TRANSPOSED)
+            self.group.store_transposed(tile, array)
         self.plgpu.commit_smem()
         for tile, target in zip(tiles, targets, strict=True):
             self.plgpu.copy_smem_to_gmem(tile, target.at[self.sequence, :, self.head, self.channels])
         self.plgpu.wait_smem_to_gmem(0)
-
-    def load(self, ref, layout=None):
-        """Loads an array from global memory, or a vector from any memory, into registers."""
-        if self.interpret:
-            return ref[...]
-        return self.plgpu.load(ref, layout=layout or self.layout, optimized=False)
-
-    def read(self, ref):
-        """Reads an array in shared memory into registers."""
-        return ref[...] if self.interpret else self.plgpu.load(ref, layout=self.layout)
-
-    def read_transposed(self, ref):
-        """Reads the transposed of an array in shared memory into registers."""
-        if self.interpret:
-            return ref[...].T
-        array = self.plgpu.load(ref.T, layout=self.plgpu.Layout.WGMMA_TRANSPOSED)
-        return self.plgpu.layout_cast(array, self.layout)
-
-    def per_column(self, ref):
-        """Loads a value for each column, [`ROWS`, n]."""
-        values = self.load(ref, self.layout.reduce(0))
-        return jax.lax.broadcast_in_dim(values, (ROWS, *values.shape), [1])
-
-    def column_index(self, shape):
-        if self.interpret:
-            return jax.lax.broadcasted_iota(jnp.int32, shape, 1)
-        return self.plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=self.layout)
-
-    def parts(self, array):
-        """Returns a float32 array as two arrays of the dtype of records, high and low."""
-        high = array.astype(self.keys.dtype)
-        return high, (array - high.astype(jnp.float32)).astype(self.keys.dtype)
-
-    def dot(self, parts, b):
-        return sum(jnp.dot(part.astype(jnp.float32), b.astype(jnp.float32), precision="highest") for part in parts)
-
-    def product(self, parts, b_ref):
-        """Returns the product of an array in registers, as two parts, and of one in shared memory."""
-        if self.interpret:
-            return self.dot(parts, b_ref[...])
-
-        def run(sums):
-            for part in parts:
-                self.plgpu.wgmma(sums, part, b_ref)
-            self.plgpu.wgmma_wait(0)
-            return sums[...]
-
-        return pl.run_scoped(run, self.plgpu.ACC((ROWS, b_ref.shape[1]), jnp.float32))

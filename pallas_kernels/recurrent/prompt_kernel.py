@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.layers.hopper import HEIGHT as ROWS
 from pallas_kernels.recurrent.records import States
+from pallas_kernels.recurrent.warpgroup import Warpgroup, launch, tiled
 
 CHUNK = ROWS  # tokens of a chunk
 STAGES = 2  # chunks in shared memory
@@ -44,72 +45,6 @@ class ChunkTables(NamedTuple):
     total: Float[Array, "chunks heads"]  # decay of the state
 
 
-class _ChunkRegisters:
-    """Loads and products of one warpgroup, compiled or interpreted."""
-
-    def __init__(self, plgpu: Any, dtype: Any, interpret: Any) -> None:
-        self.plgpu, self.dtype, self.interpret = plgpu, dtype, bool(interpret)
-        self.layout = plgpu.Layout.WGMMA
-
-    def load(self, ref, layout=None):
-        if self.interpret:
-            return ref[...]
-        return self.plgpu.load(ref, layout=layout or self.layout, optimized=False)
-
-    def per_column(self, ref):
-        """Loads a value for each column, [`ROWS`, `CHUNK`]."""
-        return jax.lax.broadcast_in_dim(self.load(ref, self.layout.reduce(0)), (ROWS, CHUNK), [1])
-
-    def per_row(self, ref):
-        """Loads a value for each row, [`CHUNK`, `CHUNK`]."""
-        return jax.lax.broadcast_in_dim(self.load(ref, self.layout.reduce(1)), (CHUNK, CHUNK), [0])
-
-    def index(self, axis):
-        """Returns the index of each element of [`CHUNK`, `CHUNK`] along an axis."""
-        if self.interpret:
-            return jax.lax.broadcasted_iota(jnp.int32, (CHUNK, CHUNK), axis)
-        return self.plgpu.broadcasted_iota(jnp.int32, (CHUNK, CHUNK), axis, layout=self.layout)
-
-    def cast(self, array):
-        return array if self.interpret else self.plgpu.layout_cast(array, self.layout)
-
-    def transposed(self, ref):
-        """Reads an array in shared memory, transposed."""
-        if self.interpret:
-            return ref[...].T
-        return self.cast(self.plgpu.load(ref.T, layout=self.plgpu.Layout.WGMMA_TRANSPOSED))
-
-    def store_transposed(self, ref, array):
-        if self.interpret:
-            ref[...] = array.T
-        else:
-            ref.T[...] = self.plgpu.layout_cast(array, self.plgpu.Layout.WGMMA_TRANSPOSED)
-
-    def parts(self, array):
-        """Returns a float32 array as two arrays of the dtype of tokens, high and low."""
-        high = array.astype(self.dtype)
-        return high, (array - high.astype(jnp.float32)).astype(self.dtype)
-
-    def product(self, *pairs, to=None):
-        """Returns the sum of the products of arrays in registers and in shared memory, added to an array if given."""
-        if self.interpret:
-            wide = [(a.astype(jnp.float32), b[...].astype(jnp.float32)) for a, b in pairs]
-            return sum((jnp.dot(a, b, precision="highest") for a, b in wide), 0.0 if to is None else to)
-
-        def add(sums):
-            for a, b in pairs:
-                self.plgpu.wgmma(sums, a, b)
-            self.plgpu.wgmma_wait(0)
-
-        def run(sums):
-            add(sums)
-            return sums[...]
-
-        if to is None:
-            return pl.run_scoped(run, self.plgpu.ACC((ROWS, pairs[0][1].shape[1]), jnp.float32))
-        return pl.run_state(add)(self.plgpu.ACC.init(to))
-
-
 def solve(
     weights: Float[Array, "chunks heads tokens tokens"],
     factors: Float[Array, "chunks heads tokens"],
@@ -130,7 +65,7 @@ def solve(
     from jax.experimental.pallas import mosaic_gpu as plgpu  # needs absl: imported only where it is used
 
     chunks, heads = weights.shape[:2]
-    registers = _ChunkRegisters(plgpu, dtype, interpret)
+    registers = Warpgroup(plgpu, dtype, interpret)
 
     def run(refs, matrix, parts, arrived):
         (weights, factors, used, inverse), place = refs, (jax.lax.axis_index("chunk"), jax.lax.axis_index("head"))
@@ -138,7 +73,7 @@ def solve(
         @pl.when(place[0] < used[0])
         def _():
             plgpu.copy_gmem_to_smem(weights.at[place], matrix, arrived)
-            column = registers.index(1)
+            column = registers.index(1, CHUNK)
             plgpu.barrier_wait(arrived)
 
             def substitute(token, rows):
@@ -146,18 +81,18 @@ def solve(
                 solved = jax.lax.broadcast_in_dim(solved, rows.shape, [0])
                 return rows - solved * registers.per_column(matrix.at[token])
 
-            unit = registers.cast(jnp.where(registers.index(0) == column, 1.0, 0.0))
+            unit = registers.cast(jnp.where(registers.index(0, CHUNK) == column, 1.0, 0.0))
             solved = jax.lax.fori_loop(0, CHUNK, substitute, unit)
-            for part, of in enumerate(registers.parts(solved * registers.per_row(factors.at[place]))):
+            for part, of in enumerate(registers.parts(solved * registers.per_row(factors.at[place], CHUNK))):
                 parts[part] = of
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(parts, inverse.at[place])
             plgpu.wait_smem_to_gmem(0)
 
-    memory = plgpu.SMEM((CHUNK, CHUNK), jnp.float32), _tiled(plgpu, (2, CHUNK, CHUNK), dtype), plgpu.Barrier()
+    memory = plgpu.SMEM((CHUNK, CHUNK), jnp.float32), tiled(plgpu, (2, CHUNK, CHUNK), dtype), plgpu.Barrier()
     out = jax.ShapeDtypeStruct((chunks, heads, 2, CHUNK, CHUNK), dtype)
     grid = {"head": heads, "chunk": chunks}
-    return _call(plgpu, run, "solve_chunks", grid, out, memory, (weights, factors, used), interpret)
+    return launch(plgpu, run, "solve_chunks", grid, out, memory, (weights, factors, used), interpret)
 
 
 class _ChunkMemory(NamedTuple):
@@ -200,12 +135,10 @@ def advance(
 
     def run(refs, *memory):
         state, *inputs, outputs, corrected = refs
-        _ChunkCta(
-            _ChunkRegisters(plgpu, dtype, interpret), state, inputs, (outputs, corrected), _ChunkMemory(*memory)
-        ).run()
+        _ChunkCta(Warpgroup(plgpu, dtype, interpret), state, inputs, (outputs, corrected), _ChunkMemory(*memory)).run()
 
     def staged(*shape):
-        return _tiled(plgpu, (STAGES, *shape), dtype)
+        return tiled(plgpu, (STAGES, *shape), dtype)
 
     memory = _ChunkMemory(
         queries=staged(CHUNK, key_dim),
@@ -214,7 +147,7 @@ def advance(
         inverse=staged(2, CHUNK, CHUNK),
         scores=staged(2, CHUNK, CHUNK),
         decays=plgpu.SMEM((STAGES, 2, CHUNK), jnp.float32),
-        outputs=_tiled(plgpu, (CHUNK, ROWS), jnp.float32),
+        outputs=tiled(plgpu, (CHUNK, ROWS), jnp.float32),
         arrived=plgpu.Barrier(num_arrivals=6, num_barriers=STAGES),
     )
     out = (
@@ -224,7 +157,7 @@ def advance(
     grid = {"part": value_dim // ROWS, "head": heads, "piece": len(pieces.slots)}
     states = jax.new_ref(state)
     inputs = states, *rows, *tables, *pieces
-    outputs, corrected = _call(plgpu, run, "advance_chunks", grid, out, memory, inputs, interpret)
+    outputs, corrected = launch(plgpu, run, "advance_chunks", grid, out, memory, inputs, interpret)
     return outputs, corrected, jax.freeze(states)
 
 
@@ -272,7 +205,7 @@ class _ChunkCta:
         high, low = registers.parts(state)
         seen, read = (registers.product((high, rows.T), (low, rows.T)) for rows in (keys, queries))
         path = registers.per_column(decays.at[0])
-        wanted = registers.transposed(values).astype(jnp.float32) - seen * path
+        wanted = registers.read_transposed(values).astype(jnp.float32) - seen * path
         high, low = registers.parts(wanted)
         corrected = registers.product((high, inverse.at[0]), (low, inverse.at[0]), (high, inverse.at[1]))
         corrected = corrected.astype(registers.dtype)
@@ -294,26 +227,3 @@ class _ChunkCta:
         self.registers.store_transposed(self.memory.outputs, outputs)
         self.plgpu.commit_smem()
         self.plgpu.copy_smem_to_gmem(self.memory.outputs, self.outputs.at[chunk, :, self.value_columns])
-
-
-def _tiled(plgpu, shape, dtype):
-    """Returns shared memory whose rows are in boxes of 128 bytes, as the tensor cores read them."""
-    columns = 128 // jnp.dtype(dtype).itemsize
-    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128)))
-
-
-def _call(plgpu, run, name, grid, out, memory, inputs, interpret):
-    def entry(*refs):
-        pl.run_scoped(lambda *memory: run(refs, *memory), *memory, collective_axes="warpgroup")
-
-    return plgpu.kernel(
-        entry,
-        out_type=out,
-        grid=tuple(grid.values()),
-        grid_names=tuple(grid),
-        num_threads=1,
-        thread_name="warpgroup",
-        kernel_name=name,
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=False),
-        interpret=interpret,
-    )(*inputs)
