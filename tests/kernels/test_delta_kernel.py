@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from pallas_kernels.recurrent.record_ring import RecordRing
 from pallas_kernels.recurrent.records import EVERY, DeltaTokens, Records
 from tests.support.mosaic import interpreted
 
+mosaic = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the Hopper kernel needs jax 0.11")
 SLOTS, KEY_HEADS, HEADS, DIM = 3, 2, 4, 128
 TREE = [-1, 0, 0, 1, 1, 2, 3, 3, 4, 8]
 
@@ -56,6 +58,7 @@ def differences(
     return float(outputs), float(np.abs(values[0] - values[1]).max() / np.abs(values[1]).max())
 
 
+@mosaic
 @pytest.mark.parametrize(
     ("parents", "lengths"),
     [([-1], [40, 71]), ([-1, 0, 1, 2, 3], [32, 63]), (TREE, [5, 66])],
@@ -88,12 +91,14 @@ def test_outputs_and_values_of_nodes(parents: list[int], lengths: list[int]) -> 
             assert differences(got, other)[0] > 1e-3, name
 
 
+@mosaic
 def test_a_row_without_a_slot_changes_no_other_row() -> None:
     arguments = problem([-1, 0], [40, 71], [1, SLOTS])
     wanted = delta_rounds.verify_round(*arguments, implementation="reference")
     assert differences(interpreted(delta_rounds._verify, *arguments), wanted, slice(1))[0] < 2e-5
 
 
+@mosaic
 def test_fold_advances_the_states_of_slots_that_exist_and_no_others() -> None:
     state, ring, *_ = problem([-1, 0], [0, 0], [0, 0])
     slots, first = jnp.array([2, SLOTS, 0]), jnp.array([EVERY, 0, 2 * EVERY])
@@ -108,6 +113,23 @@ def test_fold_advances_the_states_of_slots_that_exist_and_no_others() -> None:
     jax.block_until_ready(got)
 
 
+@mosaic
+@pytest.mark.parametrize("count", [1, 64])
+def test_kernels_compiled_for_h200_spill_nothing(count: int, compile_with_ptxas_output: Any) -> None:
+    parents = list(range(-1, count - 1))
+    arguments = jax.eval_shape(lambda: problem(parents, [40, 71], [2, 0]))
+
+    @jax.jit
+    def run(state: Any, ring: Any, slots: Any, lengths: Any, new: Any, seen: Any) -> Any:
+        outputs, _ = delta_rounds.verify_round(state, ring, slots, lengths, new, seen)
+        return outputs, delta_rounds.fold_round(state, ring, slots, lengths)
+
+    program, printed = compile_with_ptxas_output(run, *arguments)
+    assert [launch.kind for launch in program.launches].count("kCustomCall") == 2
+    reports = re.findall(r"\b(\d+) bytes spill stores", printed)
+    assert len(reports) == 2 and set(reports) == {"0"}
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("count", [1, 5, 8, 16, 33, 64])
 def test_outputs_and_values_on_a_gpu(count: int) -> None:
@@ -117,7 +139,7 @@ def test_outputs_and_values_on_a_gpu(count: int) -> None:
         jax.jit(partial(delta_rounds.verify_round, implementation=name))(*arguments) for name in ("auto", "reference")
     )
     outputs, values = differences(got, wanted)
-    assert outputs < 2e-5
+    assert outputs < 2e-4, "a value may round to the other neighbour"
     assert values < 2**-7
     state, ring, *_ = arguments
     folded = [

@@ -169,6 +169,19 @@ def test_results_in_bfloat16_differ_from_the_reference_by_its_rounding() -> None
     assert max(differences.values()) < 2**-7, differences
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", PIECES)
+def test_pieces_on_a_gpu_differ_from_the_reference_by_the_rounding_of_bfloat16(name: str) -> None:
+    state, new, batch = problem(name, "bfloat16")
+    assert has_kernel(state.records, batch)
+    by_default, wanted = (
+        by_blocks(state, new, replace(batch, numerics=Numerics(implementation)))
+        for implementation in ("auto", "reference")
+    )
+    differences = by_default.differences(wanted)
+    assert max(differences.values()) < 2**-6, differences
+
+
 @mosaic
 def test_results_differ_if_a_piece_or_its_window_is_another_one() -> None:
     state, new, batch = problem("starts off a block", "float32")
