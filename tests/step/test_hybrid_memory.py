@@ -47,5 +47,11 @@ def test_memory_plan_has_states_records_and_inputs_of_slots_and_pages_of_tokens(
     slot = state * MIB + KIB * (record * records + row * (tree.nodes + 3 + 3))
     assert plan.states == SLOTS * slot + COPIES * (state * MIB + KIB * row * 3)
     assert plan.target_pool == PAGES * PAGE * KIB * token
-    made = jax.eval_shape(lambda: [layer.mixer.state(pool, "bfloat16") for layer in c.layers])
-    assert tree_bytes(made) == plan.states + plan.target_pool
+
+    def made(copies: int) -> int:
+        return tree_bytes(
+            jax.eval_shape(lambda: [layer.mixer.state(replace(pool, copies=copies), "bfloat16") for layer in c.layers])
+        )
+
+    assert made(COPIES) == plan.states + plan.target_pool
+    assert made(0) == SLOTS * (slot - 3 * KIB * row) + plan.target_pool, "without copies no inputs before a state"

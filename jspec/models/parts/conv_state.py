@@ -26,9 +26,10 @@ Inputs = Float[Array, "batch tokens channels"]
 
 class _Rows(NamedTuple):
     inputs: Float[Array, "slots rows channels"]
-    # The inputs before the last multiple of `EVERY` tokens of each slot, with which a prefix that ends there begins.
-    at_boundary: Float[Array, "slots count channels"]
-    copies: Float[Array, "copies count channels"]  # those of the prefix cache
+    # The inputs before the last multiple of `EVERY` tokens of each slot, with which a prefix that ends there begins,
+    # and those of the prefix cache; None: no states are copied.
+    at_boundary: Float[Array, "slots count channels"] | None
+    copies: Float[Array, "copies count channels"] | None
 
 
 class ConvState(_Rows, LayerState):
@@ -39,8 +40,15 @@ class ConvState(_Rows, LayerState):
     @classmethod
     def zeros(cls, pool: PoolShape, channels: int, taps: int) -> ConvState:
         """Make the state of a layer: rows for the nodes of a round, and for the committed inputs that these read."""
-        counts = (pool.slots, pool.round_rows + taps - 1), (pool.slots, taps - 1), (pool.copies, taps - 1)
-        return cls(*(jnp.zeros((*count, channels), pool.state_dtype) for count in counts))
+        inputs, at_boundary, copies = (
+            jnp.zeros((count, rows, channels), pool.state_dtype)
+            for count, rows in (
+                (pool.slots, pool.round_rows + taps - 1),
+                (pool.slots, taps - 1),
+                (pool.copies, taps - 1),
+            )
+        )
+        return cls(inputs, at_boundary, copies) if pool.copies else cls(inputs, None, None)
 
     def specs(self, axis: str) -> P:
         """Divide the channels; `LayerState.specs`."""
@@ -59,19 +67,22 @@ class ConvState(_Rows, LayerState):
 
     def _kept(self, slots: Int[Array, "batch"], position: Int[Array, "batch"]) -> Self:
         """Keep the inputs before a multiple of `EVERY` tokens that the tokens of some slots have reached."""
+        assert self.at_boundary is not None
         rows = _committed(self, slots, position, self.at_boundary.shape[1])
         return self._replace(at_boundary=self.at_boundary.at[slots].set(rows, mode="drop"))
 
     @property
     def num_copies(self) -> int:
-        return self.copies.shape[0]
+        return 0 if self.copies is None else self.copies.shape[0]
 
     def saved(self, slot: Int[Array, ""], entry: Int[Array, ""]) -> Self:
         """Keep a slot's inputs at a multiple of `EVERY` tokens; `LayerState.saved`."""
+        assert self.copies is not None and self.at_boundary is not None
         return self._replace(copies=self.copies.at[entry].set(self.at_boundary[slot]))
 
     def loaded(self, slot: Int[Array, ""], entry: Int[Array, ""], position: Int[Array, ""]) -> Self:
         """Enter the inputs before a multiple of `EVERY` tokens; `LayerState.loaded`."""
+        assert self.copies is not None and self.at_boundary is not None
         rows = self.copies[entry]
         place = (position - len(rows) + jnp.arange(len(rows))) % self.inputs.shape[1]
         return self._replace(
@@ -177,7 +188,7 @@ def _at_boundary_of_prompts(
     state: ConvState, x: Inputs, batch: PromptBatch, count: int
 ) -> Float[Array, "slots count channels"]:
     """Return the inputs before the last multiple of `EVERY` tokens of each slot after pieces of prompts."""
-    assert batch.slots is not None
+    assert batch.slots is not None and state.at_boundary is not None
     position, start = batch.ends // EVERY * EVERY, batch.starts[:, None]
     wanted = position[:, None] - count + jnp.arange(count)
     first = jnp.argmax(batch.piece == jnp.arange(len(position))[:, None], axis=1) * x.shape[1]

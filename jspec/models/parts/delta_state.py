@@ -34,7 +34,7 @@ class _StateAndRecords(NamedTuple):
     state: Float[Array, "slots heads value_dim key_dim"]  # float32
     records: RecordRing
     inputs: ConvState
-    copies: Float[Array, "copies heads value_dim key_dim"]  # states of the prefix cache
+    copies: Float[Array, "copies heads value_dim key_dim"] | None  # states of the prefix cache; None: there are none
 
 
 class DeltaState(_StateAndRecords, LayerState):
@@ -54,7 +54,7 @@ class DeltaState(_StateAndRecords, LayerState):
         """
         records = RecordRing.zeros(pool.slots, heads, dims, pool.round_rows, pool.state_dtype)
         state, copies = (jnp.zeros((count, heads[1], *dims[::-1]), jnp.float32) for count in (pool.slots, pool.copies))
-        return cls(state, records, inputs, copies)
+        return cls(state, records, inputs, copies if pool.copies else None)
 
     @property
     def slots(self) -> int:
@@ -73,15 +73,17 @@ class DeltaState(_StateAndRecords, LayerState):
 
     @property
     def num_copies(self) -> int:
-        return self.copies.shape[0]
+        return 0 if self.copies is None else self.copies.shape[0]
 
     def saved(self, slot: Int[Array, ""], entry: Int[Array, ""]) -> Self:
         """Keep a slot's state; `LayerState.saved`."""
+        assert self.copies is not None
         copies = self.copies.at[entry].set(self.state[slot])
         return self._replace(copies=copies, inputs=self.inputs.saved(slot, entry))
 
     def loaded(self, slot: Int[Array, ""], entry: Int[Array, ""], position: Int[Array, ""]) -> Self:
         """Enter a kept state; `LayerState.loaded`."""
+        assert self.copies is not None
         state = self.state.at[slot].set(self.copies[entry])
         return self._replace(state=state, inputs=self.inputs.loaded(slot, entry, position))
 
