@@ -131,7 +131,7 @@ def verify(
         behind = cta.load_behind()
         plgpu.barrier_wait(memory.arrived)
         seen, read = cta.seen_and_read(cta.records(behind))
-        cta.store(cta.substituted(seen, read), (outputs, corrected))
+        cta.store(cta.substituted(seen, read, nodes.keys.shape[1]), (outputs, corrected))
 
     (batch, _, heads, value_dim), count = nodes.values.shape, nodes.tables.shape[3]
     inputs = state, ring.keys, ring.values, slots, lengths, behind, *nodes
@@ -230,27 +230,26 @@ class _Cta:
 
     def seen_and_read(self, records):
         """Returns the products of the newest state with the keys and with the queries of nodes, [`ROWS`, nodes]."""
-        targets, found = (self.memory.node_keys, self.memory.node_queries), [0.0, 0.0]
+        targets = self.memory.node_keys, self.memory.node_queries
+        if self.group.interpret:  # the interpreter has no `wgmma` with an operand in registers
+            state = [(self.group.parts(self.newest(records, columns)), columns) for columns in self.column_blocks()]
+            return [
+                sum(self.group.dot(part, rows[:, columns].T) for parts, columns in state for part in parts)
+                for rows in targets
+            ]
 
         def run(*sums):
             for columns in self.column_blocks():
                 parts = self.group.parts(self.newest(records, columns))
-                for index, rows in enumerate(targets):
-                    rows_of_block = rows.at[:, columns]
-                    if not self.group.interpret:
-                        self.group.multiply(sums[index], *((part, rows_of_block.T) for part in parts))
-                    else:
-                        found[index] += sum(self.group.dot(part, rows_of_block[...].T) for part in parts)
-                if sums:
-                    self.plgpu.wgmma_wait(0)
-            return [total[...] for total in sums] or found
+                for total, rows in zip(sums, targets, strict=True):
+                    self.group.multiply(total, *((part, rows.at[:, columns].T) for part in parts))
+                self.plgpu.wgmma_wait(0)
+            return [total[...] for total in sums]
 
-        if self.group.interpret:  # the interpreter has no `wgmma` with an operand in registers
-            return run()
         return pl.run_scoped(run, *[self.plgpu.ACC((ROWS, targets[0].shape[0]), jnp.float32)] * 2)
 
-    def substituted(self, seen, read):
-        """Returns the outputs and the corrected values of nodes, [`ROWS`, nodes]."""
+    def substituted(self, seen, read, count):
+        """Returns the outputs and the corrected values of nodes, [`ROWS`, nodes], of which ``count`` may be tokens."""
         nodes, row = seen.shape[1], lambda index: self.group.per_column(self.memory.tables.at[index])
         values = self.group.read_transposed(self.memory.node_values).astype(jnp.float32)
         rest, outputs = values * row(2 * nodes) - seen * row(2 * nodes + 1), read * row(2 * nodes + 2)
@@ -262,7 +261,7 @@ class _Cta:
             value = jax.lax.broadcast_in_dim(value, rest.shape, [0])
             return rest - value * row(node), outputs + value * row(nodes + node)
 
-        rest, outputs = jax.lax.fori_loop(0, nodes, take, (rest, outputs))
+        rest, outputs = jax.lax.fori_loop(0, count, take, (rest, outputs))
         return outputs, rest.astype(dtype)
 
     def store(self, arrays, targets):

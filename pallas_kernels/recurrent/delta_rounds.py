@@ -29,6 +29,8 @@ def verify_round(
 ) -> tuple[Float[Array, "batch heads tokens value_dim"], Records]:
     """Compute the outputs of the tokens of a round and their records, as `gated_delta.verify` does.
 
+    The kernel takes up to `MOST_NODES` tokens a sequence; more of them, and deterministic ones, take the reference.
+
     Args:
         state: states of all slots, each after its last multiple of `EVERY` committed tokens.
         ring: records of all slots.
@@ -83,7 +85,7 @@ def fold_round(
 
 
 def has_kernel(ring: RecordRing) -> bool:
-    """Return whether the kernel runs on the device, and has a form for heads of this size and dtype."""
+    """Return whether the kernels run on the device, and have a form for heads of this size and dtype."""
     key_dim, value_dim, dtype = ring.keys.shape[3], ring.values.shape[3], ring.keys.dtype
     return multiprocessors() is not None and dtype == jnp.bfloat16 and key_dim in (64, 128) and value_dim % HEIGHT == 0
 
@@ -113,9 +115,10 @@ def nodes_of(new: DeltaTokens, seen: Bool[Array, "batch tokens tokens"]) -> Node
     def padded(array: Array, *axes: int) -> Array:
         return jnp.pad(array, [(0, more if axis in axes else 0) for axis in range(array.ndim)])
 
-    def products(keys: Array, rows: Array) -> Array:  # not a dot, so that one fusion makes the tables
+    def summed(keys: Array, rows: Array) -> Array:  # not a dot, so that one fusion makes the tables of few tokens
         return jnp.sum(keys[:, :, None].astype(jnp.float32) * rows[:, :, :, None].astype(jnp.float32), axis=-1)
 
+    products = summed if new.decays.shape[2] <= UNIT else gated_delta.products_of
     weights, scores = (jnp.swapaxes(of, 2, 3) for of in gated_delta.pairs_of(new, seen, products))
     scales = jnp.exp(gated_delta.path_decays(new.decays, seen))
     rows = jnp.stack([new.rates, new.rates * scales, scales], axis=2)

@@ -18,7 +18,8 @@ from pallas_kernels.recurrent.records import EVERY, DeltaTokens, Records
 from tests.support.mosaic import interpreted
 
 mosaic = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the Hopper kernel needs jax 0.11")
-SLOTS, KEY_HEADS, HEADS, DIM = 3, 2, 4, 128
+SLOTS, KEY_HEADS, HEADS = 3, 2, 4
+PUBLISHED, OTHER = (128, 128), (64, 192)  # channels of a key head and of a value head
 TREE = [-1, 0, 0, 1, 1, 2, 3, 3, 4, 8]
 
 
@@ -27,21 +28,23 @@ def unit(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return rows / np.linalg.norm(rows, axis=-1, keepdims=True)
 
 
-def problem(parents: list[int], lengths: list[int], slots: list[int], seed: int = 0) -> tuple[Any, ...]:
+def problem(
+    parents: list[int], lengths: list[int], slots: list[int], dims: tuple[int, int] = PUBLISHED
+) -> tuple[Any, ...]:
     """Draw states and records of all slots, and the nodes of a round."""
-    rng, count, batch = np.random.default_rng(seed), len(parents), len(slots)
-    ring = RecordRing.zeros(SLOTS, (KEY_HEADS, HEADS), (DIM, DIM), count, jnp.bfloat16)
+    rng, count, batch, (key_dim, dim) = np.random.default_rng(0), len(parents), len(slots), dims
+    ring = RecordRing.zeros(SLOTS, (KEY_HEADS, HEADS), dims, count, jnp.bfloat16)
     ring = RecordRing(
         jnp.asarray(unit(rng, *ring.keys.shape), jnp.bfloat16),
         jnp.asarray(rng.standard_normal(ring.values.shape), jnp.bfloat16),
         jnp.asarray(-rng.exponential(0.1, ring.decays.shape), jnp.float32),
     )
-    state = jnp.asarray(rng.standard_normal((SLOTS, HEADS, DIM, DIM)) * 0.1, jnp.float32)
+    state = jnp.asarray(rng.standard_normal((SLOTS, HEADS, dim, key_dim)) * 0.1, jnp.float32)
     of_token = (batch, HEADS, count)
     new = DeltaTokens(
-        jnp.asarray(unit(rng, batch, KEY_HEADS, count, DIM) * DIM**-0.5, jnp.bfloat16),
-        jnp.asarray(unit(rng, batch, KEY_HEADS, count, DIM), jnp.bfloat16),
-        jnp.asarray(rng.standard_normal((*of_token, DIM)), jnp.bfloat16),
+        jnp.asarray(unit(rng, batch, KEY_HEADS, count, key_dim) * key_dim**-0.5, jnp.bfloat16),
+        jnp.asarray(unit(rng, batch, KEY_HEADS, count, key_dim), jnp.bfloat16),
+        jnp.asarray(rng.standard_normal((*of_token, dim)), jnp.bfloat16),
         jnp.asarray(-rng.exponential(0.1, of_token), jnp.float32),
         jnp.asarray(rng.random(of_token), jnp.float32),
     )
@@ -60,12 +63,12 @@ def differences(
 
 @mosaic
 @pytest.mark.parametrize(
-    ("parents", "lengths"),
-    [([-1], [40, 71]), ([-1, 0, 1, 2, 3], [32, 63]), (TREE, [5, 66])],
+    ("parents", "lengths", "dims"),
+    [([-1], [40, 71], PUBLISHED), ([-1, 0, 1, 2, 3], [32, 63], PUBLISHED), (TREE, [5, 66], OTHER)],
     ids=["plain", "chain", "tree"],
 )
-def test_outputs_and_values_of_nodes(parents: list[int], lengths: list[int]) -> None:
-    arguments = problem(parents, lengths, [2, 0])
+def test_outputs_and_values_of_nodes(parents: list[int], lengths: list[int], dims: tuple[int, int]) -> None:
+    arguments = problem(parents, lengths, [2, 0], dims)
     wanted = delta_rounds.verify_round(*arguments, implementation="reference")
     got = interpreted(delta_rounds._verify, *arguments)
     outputs, values = differences(got, wanted)
@@ -131,10 +134,12 @@ def test_kernels_compiled_for_h200_spill_nothing(count: int, compile_with_ptxas_
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dims", [PUBLISHED, OTHER], ids=str)
 @pytest.mark.parametrize("count", [1, 5, 8, 16, 33, 64])
-def test_outputs_and_values_on_a_gpu(count: int) -> None:
+def test_outputs_and_values_on_a_gpu(count: int, dims: tuple[int, int]) -> None:
     parents = [-1, *np.random.default_rng(0).integers(0, np.arange(1, count))] if count > 1 else [-1]
-    arguments = problem(parents, [40, 71], [2, 0])
+    arguments = problem(parents, [40, 71], [2, 0], dims)
+    assert delta_rounds.has_kernel(arguments[1])
     got, wanted = (
         jax.jit(partial(delta_rounds.verify_round, implementation=name))(*arguments) for name in ("auto", "reference")
     )

@@ -21,7 +21,7 @@ from pallas_kernels.recurrent.records import DeltaTokens
 from tests.support.h200 import h200_mesh
 from tests.support.mosaic import interpreted
 
-KEY_HEADS, HEADS, DIM, SLOTS, BLOCK = 1, 2, 128, 4, 16
+KEY_HEADS, HEADS, KEY_DIM, DIM, SLOTS, BLOCK = 2, 6, 64, 128, 4, 16
 mosaic = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the Hopper kernel needs jax 0.11")
 # Pieces (slot, start, end); that of slot `SLOTS` is padding.
 PIECES = {
@@ -37,9 +37,9 @@ def unit(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return rows / np.linalg.norm(rows, axis=-1, keepdims=True)
 
 
-def state_of_zeros(dtype: str, heads: tuple[int, int]) -> DeltaState:
+def state_of_zeros(dtype: str, heads: tuple[int, int], dims: tuple[int, int] = (KEY_DIM, DIM)) -> DeltaState:
     pool = replace(PoolShape(SLOTS, 2, 16, 512, dtype, dtype, round_rows=5), state_dtype=dtype)
-    return DeltaState.zeros(pool, heads, (DIM, DIM), ConvState.zeros(pool, 1, 2))
+    return DeltaState.zeros(pool, heads, dims, ConvState.zeros(pool, 1, 2))
 
 
 def state_of(rng: np.random.Generator, dtype: str) -> DeltaState:
@@ -84,7 +84,7 @@ def batch_of(pieces: list[tuple[int, int, int]], padding: int = 1) -> PromptBatc
 def tokens_of(rng: np.random.Generator, batch: PromptBatch, dtype: str, text: str = "usual") -> DeltaTokens:
     """Draw the inputs of tokens; rows of padding have NaN."""
     count = len(batch.tokens)
-    keys = np.eye(DIM)[0] + np.zeros((count, KEY_HEADS, BLOCK, 1)) if text == "equal keys" else None
+    keys = np.eye(KEY_DIM)[0] + np.zeros((count, KEY_HEADS, BLOCK, 1)) if text == "equal keys" else None
     decays = -rng.exponential(0.1, (count, HEADS, BLOCK))
     if text == "decays near 0":
         decays = -rng.uniform(0, 50, decays.shape) * np.where(rng.random(decays.shape) < 0.1, 320, 1)
@@ -93,8 +93,8 @@ def tokens_of(rng: np.random.Generator, batch: PromptBatch, dtype: str, text: st
     rates = np.ones_like(decays) if text == "equal keys" else rng.random(decays.shape)
     is_token = np.asarray(batch.is_used & (batch.piece < len(batch.starts))[:, None])
     rows = {
-        "queries": unit(rng, count, KEY_HEADS, BLOCK, DIM) * DIM**-0.5,
-        "keys": unit(rng, count, KEY_HEADS, BLOCK, DIM) if keys is None else keys,
+        "queries": unit(rng, count, KEY_HEADS, BLOCK, KEY_DIM) * KEY_DIM**-0.5,
+        "keys": unit(rng, count, KEY_HEADS, BLOCK, KEY_DIM) if keys is None else keys,
         "values": rng.standard_normal((count, HEADS, BLOCK, DIM)),
         "decays": decays,
         "rates": rates,
@@ -204,8 +204,8 @@ def test_prefill_compiled_for_h200_is_two_kernels_that_spill_nothing_and_one_gra
 ) -> None:
     """Products that wait for each other, of which ptxas tells, would leave the tensor cores idle."""
     count, blocks, shape = 4, tokens // BLOCK, jax.ShapeDtypeStruct
-    state = jax.eval_shape(lambda: state_of_zeros("bfloat16", (16, 48)))
-    rows = [shape((blocks, heads, BLOCK, DIM), jnp.bfloat16) for heads in (16, 16, 48)]
+    state = jax.eval_shape(lambda: state_of_zeros("bfloat16", (16, 48), (128, 128)))
+    rows = [shape((blocks, heads, BLOCK, 128), jnp.bfloat16) for heads in (16, 16, 48)]
     new = DeltaTokens(*rows, *[shape((blocks, 48, BLOCK), jnp.float32)] * 2)
     batch = jax.eval_shape(lambda: batch_of([(slot, 0, 0) for slot in range(count)], blocks))
     batch = replace(batch, numerics=Numerics())

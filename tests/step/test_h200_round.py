@@ -120,13 +120,18 @@ def test_h200_round_of_each_drafter_is_one_cuda_graph_that_updates_in_place(
 
 
 @pytest.mark.parametrize(
-    ("tree", "launches"),
-    [(None, 210), pytest.param(Tree.chain(4), 290, marks=pytest.mark.long), (Tree.topk(32, 4, 4), 370)],
+    ("tree", "launches", "temp_mib"),
+    [(None, 200, 12), pytest.param(Tree.chain(4), 280, 60, marks=pytest.mark.long), (Tree.topk(32, 4, 4), 380, 360)],
     ids=str,
 )
-def test_h200_round_of_a_hybrid_reads_and_folds_states_in_place(tree: Tree | None, launches: int) -> None:
-    """Three of four layers have states; a kernel reads them in each round, another folds in one conditional."""
-    program = check(*compile_round(tree, batch=8, shape="qwen3.8-27b", layers=8), launches=launches, temp_mib=400)
+def test_h200_round_of_a_hybrid_reads_and_folds_states_in_place(
+    tree: Tree | None, launches: int, temp_mib: int
+) -> None:
+    """Three of four layers have states; a kernel reads them in each round, another folds in one conditional.
+
+    The tree's temporary memory holds 254 MiB of logits. Were records transposed to be written, it had 429 launches.
+    """
+    program = check(*compile_round(tree, batch=8, shape="qwen3.8-27b", layers=8), launches=launches, temp_mib=temp_mib)
     assert sum(launch.kind == "kConditional" for launch in program.launches) == 1
     mosaic = [launch for launch in program.launches if launch.kind == "kCustomCall"]
     assert len(mosaic) >= 6 * 2

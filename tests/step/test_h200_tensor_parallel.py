@@ -29,15 +29,15 @@ from pallas_kernels.sampling.threshold import SLICE
 from tests.support.h200 import H200Program, compile_for_h200, h200_mesh
 
 LAYERS = 2
-POOL = PoolShape(1, 66, 16, 1030, "bfloat16", "bfloat16")
+POOL = PoolShape(1, 66, 16, 1030, "bfloat16", "bfloat16", state_dtype="bfloat16")
 BOOKKEEPING = ("kAsyncStart", "kAsyncDone")  # of a collective kernel; nothing is launched for them
 COLLECTIVES = ("kCollectiveKernel", "kAllGather")
 
 
-def target() -> Model:
-    """Return the shapes of an 8B target cut to two layers."""
-    config = shapes.TARGETS["llama3-8b"]
-    config = replace(config, layers=config.layers[:LAYERS])
+def target(shape: str) -> Model:
+    """Return the shapes of a target cut to its last two layers."""
+    config = shapes.TARGETS[shape]
+    config = replace(config, layers=config.layers[-LAYERS:])
     return Model.from_weights(config, abstract_weights(model_params(config), "bfloat16"))
 
 
@@ -46,9 +46,11 @@ def head() -> EagleHead:
     return EagleHead.from_weights(config, abstract_weights(head_params(config), "bfloat16"))
 
 
-def build(drafter: Drafter, mesh: Mesh | None, *, divides_logits: bool) -> tuple[Program, Params, Any]:
+def build(
+    drafter: Drafter, mesh: Mesh | None, *, divides_logits: bool, shape: str = "llama3-8b"
+) -> tuple[Program, Params, Any]:
     """Return a program, and the shapes of its parameters and of its state on a mesh."""
-    whole = target()
+    whole = target(shape)
     layers = drafter.feature_layers(whole)
     program = Program(drafter, layers, "coupled", "auto", mesh=mesh, divides_logits=divides_logits)
     if mesh is None:
@@ -73,7 +75,7 @@ def build(drafter: Drafter, mesh: Mesh | None, *, divides_logits: bool) -> tuple
 
 @cache
 def compile_round(
-    tree: str | None, devices: int, *, divides_logits: bool = True, on_mesh: bool = False
+    tree: str | None, devices: int, *, divides_logits: bool = True, on_mesh: bool = False, shape: str = "llama3-8b"
 ) -> tuple[H200Program, Any]:
     """Return a compiled round with an EAGLE-3 head and a tree, or without a draft, and the shapes of its state.
 
@@ -81,7 +83,7 @@ def compile_round(
     """
     mesh = Mesh(h200_mesh(devices).devices, (AXIS,)) if devices > 1 or on_mesh else None
     drafter = NoDraft() if tree is None else Eagle3(head(), tree)
-    program, params, state = build(drafter, mesh, divides_logits=mesh is not None and divides_logits)
+    program, params, state = build(drafter, mesh, divides_logits=mesh is not None and divides_logits, shape=shape)
     slots = jax.ShapeDtypeStruct((1,), "int32")
     step = step_on(mesh, partial(spec_step, program), params, divides_logits=program.divides_logits)
     options = program.compiler_options
@@ -134,6 +136,15 @@ def test_round_on_several_gpus_is_one_graph_with_a_launch_more_for_each_exchange
     assert not many.copies(1 << 20)
     local = sum(leaf.dtype.itemsize * _size(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(state))
     assert many.alias_bytes == local
+
+
+@needs_kernels
+def test_round_of_a_hybrid_on_two_gpus_is_one_graph_with_the_kernels_of_states() -> None:
+    program, state = compile_round(None, 2, shape="qwen3.8-27b")
+    assert len(program.graphs) == 1 and not program.outside_graphs and not program.copies(1 << 20)
+    assert sum(launch.kind == "kCustomCall" for launch in program.launches) == 2, "one layer has states"
+    local = sum(leaf.dtype.itemsize * _size(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(state))
+    assert program.alias_bytes == local
 
 
 @needs_kernels

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from jspec.core.records import PromptBatch
 from jspec.models.parts.slot_rows import is_token
-from pallas_kernels.layers.hopper import HEIGHT, multiprocessors
+from pallas_kernels.recurrent import delta_rounds
 from pallas_kernels.recurrent.prompt_chunks import Chunks, run_chunks
 from pallas_kernels.recurrent.prompt_kernel import CHUNK, ChunkedPieces
 from pallas_kernels.recurrent.record_ring import RecordRing
@@ -19,9 +19,7 @@ from pallas_kernels.recurrent.records import EVERY, DeltaTokens, Records, States
 
 def has_kernel(ring: RecordRing, batch: PromptBatch) -> bool:
     """Return whether the kernels run on the device, and have a form for this prefill."""
-    is_supported = batch.slots is not None and not batch.deterministic and ring.keys.dtype == jnp.bfloat16
-    dims = ring.keys.shape[3], ring.values.shape[3]
-    return is_supported and multiprocessors() is not None and dims[0] in (64, 128) and dims[1] % HEIGHT == 0
+    return batch.slots is not None and not batch.deterministic and delta_rounds.has_kernel(ring)
 
 
 def run_prompts(
