@@ -225,7 +225,7 @@ def test_state_of_a_hybrid_for_timing_has_decays_below_one_and_answers_without_n
     program, params, pool = step.build(case, target, head)
     state = step.filled_state(init_state(program, params, pool), case)
     delta = state.target[0]
-    assert delta.rows == 64 and delta.inputs.inputs.shape[1] == 4 + 3, "rows for the 4 nodes of a round"
+    assert delta.records.rows == 64 and delta.inputs.inputs.shape[1] == 4 + 3, "rows for the 4 nodes of a round"
     assert np.max(delta.records.decays) < 0 and 0.05 < np.std(delta.state) < 0.2
     executable = step.compile_step(program, params, state, case.batch)
     for _ in range(3):

@@ -65,7 +65,7 @@ def test_implementation_description_on_each_platform_names_what_is_compiled(impl
 def test_executables_when_created_log_the_implementation_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    state: Any = namedtuple("State", "root page_table")(jnp.zeros(2), jnp.zeros((2, 3)))
+    state: Any = namedtuple("State", "root page_table target")(jnp.zeros(2), jnp.zeros((2, 3)), [])
     for implementation in ("auto", "reference"):
         program = Program(drafter=NoDraft(), feature_layers=(), accept="coupled", implementation=implementation)
         with caplog.at_level(logging.INFO, "jspec"):
