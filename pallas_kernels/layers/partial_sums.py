@@ -67,7 +67,7 @@ def split_scales(parts: PartialSums) -> tuple[Array, tuple[Array, ...]]:
     return (parts.values, (parts.row_scale, parts.scale)) if isinstance(parts, Scaled) else (parts, ())
 
 
-def columns(parts: PartialSums, first: int, end: int | None = None) -> PartialSums:
+def columns(parts: PartialSums, first: int, end: int | None = None) -> Float[Array, "parts *rows some"] | Scaled:
     """Returns some columns of partial sums that all devices have."""
     values, scales = split_scales(parts)
     return Scaled(values[..., first:end], scales[0], scales[1][first:end]) if scales else values[..., first:end]

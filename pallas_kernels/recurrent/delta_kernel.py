@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.layers.hopper import HEIGHT as ROWS
 from pallas_kernels.recurrent.record_ring import RecordRing
-from pallas_kernels.recurrent.records import EVERY, States
+from pallas_kernels.recurrent.records import EVERY, SlotStates
 from pallas_kernels.recurrent.warpgroup import Warpgroup, launch, tiled
 
 MOST_NODES = 64
@@ -60,14 +60,14 @@ class Nodes(NamedTuple):
 
 
 def fold(
-    state: States,
+    state: SlotStates,
     ring: RecordRing,
     slots: Int[Array, "batch"],
     first: Int[Array, "batch"],
     behind: Float[Array, "batch heads factors"],
     *,
     interpret: Any = False,
-) -> States:
+) -> SlotStates:
     """Return the states of all slots, of which some are advanced by a block of records.
 
     Args:
@@ -101,7 +101,7 @@ def fold(
 
 
 def verify(
-    state: States,
+    state: SlotStates,
     ring: RecordRing,
     slots: Int[Array, "batch"],
     lengths: Int[Array, "batch"],

@@ -13,11 +13,11 @@ from pallas_kernels.layers.hopper import HEIGHT, choose_compiled, multiprocessor
 from pallas_kernels.recurrent import delta_kernel, gated_delta
 from pallas_kernels.recurrent.delta_kernel import MOST_NODES, UNIT, Nodes, behind_of
 from pallas_kernels.recurrent.record_ring import RecordRing, states_of
-from pallas_kernels.recurrent.records import EVERY, DeltaTokens, Records, States
+from pallas_kernels.recurrent.records import EVERY, DeltaTokens, Records, SlotStates
 
 
 def verify_round(
-    state: States,
+    state: SlotStates,
     ring: RecordRing,
     slots: Int[Array, "batch"],
     lengths: Int[Array, "batch"],
@@ -54,14 +54,14 @@ def verify_round(
 
 
 def fold_round(
-    state: States,
+    state: SlotStates,
     ring: RecordRing,
     slots: Int[Array, "batch"],
     first: Int[Array, "batch"],
     *,
     implementation: Implementation = "auto",
     deterministic: bool = False,
-) -> States:
+) -> SlotStates:
     """Return the states of all slots, of which some are advanced by `EVERY` records.
 
     Args:
@@ -73,7 +73,7 @@ def fold_round(
         deterministic: advance token after token.
     """
 
-    def reference(*arguments: Any) -> States:
+    def reference(*arguments: Any) -> SlotStates:
         state, ring, slots, first = arguments
         block = ring.at(slots, first[:, None] + jnp.arange(EVERY))
         folded = gated_delta.fold(states_of(state, slots), block, deterministic=deterministic)
@@ -90,13 +90,14 @@ def has_kernel(ring: RecordRing) -> bool:
     return multiprocessors() is not None and dtype == jnp.bfloat16 and key_dim in (64, 128) and value_dim % HEIGHT == 0
 
 
-def _fold(state: States, ring: RecordRing, slots: Array, first: Array, *, interpret: Any) -> States:
+def _fold(state: SlotStates, ring: RecordRing, slots: Array, first: Array, *, interpret: Any) -> SlotStates:
     decays = ring.decays_at(slots, first[:, None] + jnp.arange(EVERY))
-    return delta_kernel.fold(state, ring, slots, first, behind_of(decays, jnp.bool_(True)), interpret=interpret)
+    behind = behind_of(decays, jnp.ones((1, 1, 1), bool))
+    return delta_kernel.fold(state, ring, slots, first, behind, interpret=interpret)
 
 
 def _verify(
-    state: States, ring: RecordRing, slots: Array, lengths: Array, new: DeltaTokens, seen: Array, *, interpret: Any
+    state: SlotStates, ring: RecordRing, slots: Array, lengths: Array, new: DeltaTokens, seen: Array, *, interpret: Any
 ) -> tuple[Array, Records]:
     position = lengths[:, None] // EVERY * EVERY + jnp.arange(EVERY)
     behind = behind_of(ring.decays_at(slots, position), (position < lengths[:, None])[:, None])

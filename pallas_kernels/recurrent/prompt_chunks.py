@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.recurrent.prompt_kernel import CHUNK, ChunkedPieces, ChunkTables, advance, solve
-from pallas_kernels.recurrent.records import States
+from pallas_kernels.recurrent.records import SlotStates
 
 LEAST = -128.0  # a log decay below it is a factor of 0 in float32
 STEPS = 1024  # multiples of 1 / STEPS between CHUNK * LEAST and 0 are summed in float32 without rounding
@@ -37,8 +37,8 @@ class Chunks(NamedTuple):
 
 
 def run_chunks(
-    state: States, chunks: Chunks, pieces: ChunkedPieces, used: Int[Array, ""], *, interpret: Any = False
-) -> tuple[Float[Array, "chunks tokens channels"], Float[Array, "pieces heads value_dim tokens"], States]:
+    state: SlotStates, chunks: Chunks, pieces: ChunkedPieces, used: Int[Array, ""], *, interpret: Any = False
+) -> tuple[Float[Array, "chunks tokens channels"], Float[Array, "pieces heads value_dim tokens"], SlotStates]:
     """Run the chunks of all pieces; arguments and results are those of `prompt_kernel.advance`.
 
     Args:

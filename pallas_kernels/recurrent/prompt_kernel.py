@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.layers.hopper import HEIGHT as ROWS
-from pallas_kernels.recurrent.records import States
+from pallas_kernels.recurrent.records import SlotStates
 from pallas_kernels.recurrent.warpgroup import Warpgroup, launch, tiled
 
 CHUNK = ROWS  # tokens of a chunk
@@ -109,13 +109,13 @@ class _ChunkMemory(NamedTuple):
 
 
 def advance(
-    state: States,
+    state: SlotStates,
     rows: tuple[Array, Array, Array],
     tables: ChunkTables,
     pieces: ChunkedPieces,
     *,
     interpret: Any = False,
-) -> tuple[Float[Array, "chunks tokens channels"], Float[Array, "pieces heads value_dim tokens"], States]:
+) -> tuple[Float[Array, "chunks tokens channels"], Float[Array, "pieces heads value_dim tokens"], SlotStates]:
     """Compute the outputs of all chunks and the corrected values of each piece's last one, in float32, and states.
 
     Args:

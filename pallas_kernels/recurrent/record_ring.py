@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.recurrent.records import EVERY, Records, States
+from pallas_kernels.recurrent.records import EVERY, Records, SlotStates, States
 
 
 class RecordRing(NamedTuple):
@@ -70,6 +70,6 @@ def _at(rows: Array, slots: Array, row: Array) -> Array:
     return jnp.swapaxes(rows.at[slots[:, None], row].get(mode="fill", fill_value=0), 1, 2)
 
 
-def states_of(state: States, slots: Int[Array, "batch"]) -> States:
+def states_of(state: SlotStates, slots: Int[Array, "batch"]) -> States:
     """Return the states of some slots; zeros for one that does not exist."""
     return state.at[slots].get(mode="fill", fill_value=0)

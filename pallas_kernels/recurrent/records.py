@@ -40,6 +40,7 @@ class DeltaTokens(NamedTuple):
 
 
 States = Float[Array, "batch heads value_dim key_dim"]
+SlotStates = Float[Array, "slots heads value_dim key_dim"]  # those of all slots
 
 
 def each_head(rows: Float[Array, "batch key_heads tokens dim"], heads: int) -> Float[Array, "batch heads tokens dim"]:

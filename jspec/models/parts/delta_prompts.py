@@ -14,7 +14,7 @@ from pallas_kernels.recurrent import delta_rounds
 from pallas_kernels.recurrent.prompt_chunks import Chunks, run_chunks
 from pallas_kernels.recurrent.prompt_kernel import CHUNK, ChunkedPieces
 from pallas_kernels.recurrent.record_ring import RecordRing
-from pallas_kernels.recurrent.records import EVERY, DeltaTokens, Records, States
+from pallas_kernels.recurrent.records import EVERY, DeltaTokens, Records, SlotStates
 
 
 def has_kernel(ring: RecordRing, batch: PromptBatch) -> bool:
@@ -23,8 +23,8 @@ def has_kernel(ring: RecordRing, batch: PromptBatch) -> bool:
 
 
 def run_prompts(
-    state: States, ring: RecordRing, new: DeltaTokens, batch: PromptBatch, *, interpret: Any = False
-) -> tuple[Float[Array, "batch heads tokens value_dim"], States, RecordRing]:
+    state: SlotStates, ring: RecordRing, new: DeltaTokens, batch: PromptBatch, *, interpret: Any = False
+) -> tuple[Float[Array, "batch heads tokens value_dim"], SlotStates, RecordRing]:
     """Run the pieces of a prefill with the kernels for Hopper GPUs.
 
     Args:
