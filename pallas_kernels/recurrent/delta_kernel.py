@@ -31,7 +31,7 @@ COLUMNS = 32  # columns of the state that are in registers at a time
 def behind_of(
     decays: Float[Array, "batch heads every"], exists: Bool[Array, "#batch #heads #every"]
 ) -> Float[Array, "batch heads factors"]:
-    """Return the decays behind the records of one block of `EVERY` positions, as factors.
+    """Return by which factor each record of a block of `EVERY` positions has decayed since.
 
     Args:
         decays: log decays of the records.
@@ -207,12 +207,12 @@ class _Cta:
             self.plgpu.copy_gmem_to_smem(source, target, self.memory.arrived)
 
     def load_behind(self):
-        """Returns the decays behind the records, as factors of columns, and that of the state."""
+        """Returns the factors by which each record and the state have decayed since."""
         place = self.sequence, self.head
         return self.group.per_column(self.behind.at[(*place, pl.ds(0, EVERY))]), self.behind[(*place, EVERY)]
 
     def records(self, behind):
-        """Returns the values of the records times the decays behind them, as two parts, and the decay of the state."""
+        """Returns the decayed values of the records, as two parts, and the factor of the state."""
         after, total = behind
         values = self.group.read_transposed(self.memory.values).astype(jnp.float32)
         return self.group.parts(jnp.where(after > 0, values, 0.0) * after), total
@@ -253,12 +253,11 @@ class _Cta:
         nodes, row = seen.shape[1], lambda index: self.group.per_column(self.memory.tables.at[index])
         values = self.group.read_transposed(self.memory.node_values).astype(jnp.float32)
         rest, outputs = values * row(2 * nodes) - seen * row(2 * nodes + 1), read * row(2 * nodes + 2)
-        index, dtype = self.group.index(1, nodes), self.keys.dtype
+        dtype = self.keys.dtype
 
         def take(node, carry):
             rest, outputs = carry
-            value = jnp.sum(jnp.where(index == node, rest, 0.0), axis=1).astype(dtype).astype(jnp.float32)
-            value = jax.lax.broadcast_in_dim(value, rest.shape, [0])
+            value = self.group.column(rest, node).astype(dtype).astype(jnp.float32)
             return rest - value * row(node), outputs + value * row(nodes + node)
 
         rest, outputs = jax.lax.fori_loop(0, count, take, (rest, outputs))

@@ -12,8 +12,8 @@ from pallas_kernels.dispatch import Implementation
 from pallas_kernels.layers.hopper import HEIGHT, choose_compiled, multiprocessors
 from pallas_kernels.recurrent import delta_kernel, gated_delta
 from pallas_kernels.recurrent.delta_kernel import MOST_NODES, UNIT, Nodes, behind_of
-from pallas_kernels.recurrent.record_ring import RecordRing, states_of
-from pallas_kernels.recurrent.records import EVERY, DeltaTokens, Records, SlotStates
+from pallas_kernels.recurrent.record_ring import RecordRing, block_of, states_of
+from pallas_kernels.recurrent.records import DeltaTokens, Records, SlotStates
 
 
 def verify_round(
@@ -75,7 +75,7 @@ def fold_round(
 
     def reference(*arguments: Any) -> SlotStates:
         state, ring, slots, first = arguments
-        block = ring.at(slots, first[:, None] + jnp.arange(EVERY))
+        block = ring.at(slots, block_of(first))
         folded = gated_delta.fold(states_of(state, slots), block, deterministic=deterministic)
         return state.at[slots].set(folded, mode="drop")
 
@@ -91,7 +91,7 @@ def has_kernel(ring: RecordRing) -> bool:
 
 
 def _fold(state: SlotStates, ring: RecordRing, slots: Array, first: Array, *, interpret: Any) -> SlotStates:
-    decays = ring.decays_at(slots, first[:, None] + jnp.arange(EVERY))
+    decays = ring.decays_at(slots, block_of(first))
     behind = behind_of(decays, jnp.ones((1, 1, 1), bool))
     return delta_kernel.fold(state, ring, slots, first, behind, interpret=interpret)
 
@@ -99,7 +99,7 @@ def _fold(state: SlotStates, ring: RecordRing, slots: Array, first: Array, *, in
 def _verify(
     state: SlotStates, ring: RecordRing, slots: Array, lengths: Array, new: DeltaTokens, seen: Array, *, interpret: Any
 ) -> tuple[Array, Records]:
-    position = lengths[:, None] // EVERY * EVERY + jnp.arange(EVERY)
+    position = block_of(lengths)
     behind = behind_of(ring.decays_at(slots, position), (position < lengths[:, None])[:, None])
     nodes = nodes_of(new, seen)
     outputs, corrected = delta_kernel.verify(state, ring, slots, lengths, behind, nodes, interpret=interpret)

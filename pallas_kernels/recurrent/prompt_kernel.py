@@ -73,15 +73,12 @@ def solve(
         @pl.when(place[0] < used[0])
         def _():
             plgpu.copy_gmem_to_smem(weights.at[place], matrix, arrived)
-            column = registers.index(1, CHUNK)
             plgpu.barrier_wait(arrived)
 
             def substitute(token, rows):
-                solved = jnp.sum(jnp.where(column == token, rows, 0.0), axis=1)
-                solved = jax.lax.broadcast_in_dim(solved, rows.shape, [0])
-                return rows - solved * registers.per_column(matrix.at[token])
+                return rows - registers.column(rows, token) * registers.per_column(matrix.at[token])
 
-            unit = registers.cast(jnp.where(registers.index(0, CHUNK) == column, 1.0, 0.0))
+            unit = registers.cast(jnp.where(registers.index(0, CHUNK) == registers.index(1, CHUNK), 1.0, 0.0))
             solved = jax.lax.fori_loop(0, CHUNK, substitute, unit)
             for part, of in enumerate(registers.parts(solved * registers.per_row(factors.at[place], CHUNK))):
                 parts[part] = of

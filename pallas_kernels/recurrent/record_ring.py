@@ -51,7 +51,7 @@ class RecordRing(NamedTuple):
 
     def window(self, slots: Int[Array, "batch"], lengths: Int[Array, "batch"]) -> Records:
         """Return the records of the committed tokens behind the states of some slots, and zeros for other rows."""
-        position = lengths[:, None] // EVERY * EVERY + jnp.arange(EVERY)
+        position = block_of(lengths)
         return self.at(slots, position).masked(position < lengths[:, None])
 
     def written(
@@ -68,6 +68,11 @@ class RecordRing(NamedTuple):
 
 def _at(rows: Array, slots: Array, row: Array) -> Array:
     return jnp.swapaxes(rows.at[slots[:, None], row].get(mode="fill", fill_value=0), 1, 2)
+
+
+def block_of(position: Int[Array, "batch"]) -> Int[Array, "batch every"]:
+    """Return the positions of the block of `EVERY` records in which each position is."""
+    return position[:, None] // EVERY * EVERY + jnp.arange(EVERY)
 
 
 def states_of(state: SlotStates, slots: Int[Array, "batch"]) -> States:

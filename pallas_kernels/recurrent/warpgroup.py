@@ -82,6 +82,12 @@ class Warpgroup:
             return jax.lax.broadcasted_iota(jnp.int32, (HEIGHT, columns), axis)
         return self.plgpu.broadcasted_iota(jnp.int32, (HEIGHT, columns), axis, layout=self.layout)
 
+    def column(self, array, index):
+        """Returns one column of an array [`HEIGHT`, n] in registers, in all n columns."""
+        is_column = self.index(1, array.shape[1]) == index
+        values = jnp.sum(jnp.where(is_column, array, 0.0), axis=1)
+        return jax.lax.broadcast_in_dim(values, array.shape, [0])
+
     def cast(self, array):
         """Returns an array in the registers' layout."""
         return array if self.interpret else self.plgpu.layout_cast(array, self.layout)

@@ -128,8 +128,8 @@ class GatedDelta(Mixer):
     def traffic(self, nodes: int, context: int, tokens: float, sizes: tuple[int, int]) -> tuple[float, float]:
         """Count a state, records and inputs; `Mixer.traffic`.
 
-        The state is read once, and written once in `EVERY` tokens. So are the records of the tokens behind it, of which
-        there are ``(EVERY - 1) / 2`` on average. The nodes' records and inputs are written. The flops are those of the
+        The state is read once, and written once in `EVERY` tokens. Committed tokens since then have records, on average
+        ``(EVERY - 1) / 2``, which are read once. The nodes' records and inputs are written. The flops are those of the
         products of keys and queries with the state.
         """
         state, tail = self.value_size * self.key_dim, min(context, (EVERY - 1) / 2)

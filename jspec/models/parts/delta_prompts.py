@@ -13,7 +13,7 @@ from jspec.models.parts.slot_rows import is_token
 from pallas_kernels.recurrent import delta_rounds
 from pallas_kernels.recurrent.prompt_chunks import Chunks, run_chunks
 from pallas_kernels.recurrent.prompt_kernel import CHUNK, ChunkedPieces
-from pallas_kernels.recurrent.record_ring import RecordRing
+from pallas_kernels.recurrent.record_ring import RecordRing, block_of
 from pallas_kernels.recurrent.records import EVERY, DeltaTokens, Records, SlotStates
 
 
@@ -104,7 +104,7 @@ class _ChunkPlan(NamedTuple):
         self, new: DeltaTokens, corrected: Float[Array, "pieces heads value_dim tokens"], ring: RecordRing
     ) -> RecordRing:
         """Return the records with those of the tokens behind the last multiple of `EVERY` of each piece."""
-        batch, position = self.batch, self.batch.ends[:, None] // EVERY * EVERY + jnp.arange(EVERY)
+        batch, position = self.batch, block_of(self.batch.ends)
         assert batch.slots is not None
         is_kept = (position >= batch.starts[:, None]) & (position < batch.ends[:, None])
         source = jnp.clip(_first_of(batch)[:, None] + position - batch.starts[:, None], 0, batch.tokens.size - 1)
