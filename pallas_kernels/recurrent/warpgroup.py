@@ -23,7 +23,7 @@ def tiled(plgpu, shape, dtype, columns=None):
     return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, columns)), swizzle))
 
 
-def launch(plgpu, run, name, grid, out, memory, inputs, interpret):
+def launch(plgpu, run, name, grid, out, memory, inputs, interpret, *, has_barriers=False):
     """Runs a kernel with one warpgroup for each place of a grid.
 
     Args:
@@ -35,6 +35,7 @@ def launch(plgpu, run, name, grid, out, memory, inputs, interpret):
         memory: pieces of shared memory.
         inputs: arrays, or references to arrays that are changed in place.
         interpret: False, or jax's parameters for interpreting the kernel and detecting races.
+        has_barriers: whether the function has the barriers between stores and loads itself, else each store has some.
     """
 
     def entry(*refs):
@@ -48,7 +49,11 @@ def launch(plgpu, run, name, grid, out, memory, inputs, interpret):
         num_threads=1,
         thread_name="warpgroup",
         kernel_name=name,
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=False),
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+            approx_math=False,
+            unsafe_no_auto_barriers=has_barriers,
+        ),
         interpret=interpret,
     )(*inputs)
 
@@ -76,11 +81,11 @@ class Warpgroup:
         """Loads a value for each row, [`HEIGHT`, columns]."""
         return jax.lax.broadcast_in_dim(self.load(ref, self.layout.reduce(1)), (HEIGHT, columns), [0])
 
-    def index(self, axis, columns):
-        """Returns the index of each element of [`HEIGHT`, columns] along an axis."""
+    def index(self, axis, columns, rows=HEIGHT, layout=None):
+        """Returns the index of each element of [rows, columns] along an axis."""
         if self.interpret:
-            return jax.lax.broadcasted_iota(jnp.int32, (HEIGHT, columns), axis)
-        return self.plgpu.broadcasted_iota(jnp.int32, (HEIGHT, columns), axis, layout=self.layout)
+            return jax.lax.broadcasted_iota(jnp.int32, (rows, columns), axis)
+        return self.plgpu.broadcasted_iota(jnp.int32, (rows, columns), axis, layout=layout or self.layout)
 
     def column(self, array, index):
         """Returns one column of an array [`HEIGHT`, n] in registers, in all n columns."""

@@ -121,7 +121,7 @@ def test_h200_round_of_each_drafter_is_one_cuda_graph_that_updates_in_place(
 
 @pytest.mark.parametrize(
     ("tree", "launches", "temp_mib"),
-    [(None, 200, 12), pytest.param(Tree.chain(4), 280, 60, marks=pytest.mark.long), (Tree.topk(32, 4, 4), 380, 360)],
+    [(None, 145, 12), pytest.param(Tree.chain(4), 220, 60, marks=pytest.mark.long), (Tree.topk(32, 4, 4), 275, 360)],
     ids=str,
 )
 def test_h200_round_of_a_hybrid_reads_and_folds_states_in_place(
@@ -134,7 +134,7 @@ def test_h200_round_of_a_hybrid_reads_and_folds_states_in_place(
     program = check(*compile_round(tree, batch=8, shape="qwen3.8-27b", layers=8), launches=launches, temp_mib=temp_mib)
     assert sum(launch.kind == "kConditional" for launch in program.launches) == 1
     mosaic = [launch for launch in program.launches if launch.kind == "kCustomCall"]
-    assert len(mosaic) >= 6 * 2
+    assert len(mosaic) >= 6 * 3
 
 
 @pytest.mark.long

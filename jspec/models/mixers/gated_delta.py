@@ -17,16 +17,17 @@ from jspec.models.mixers.mixer import Mixer
 from jspec.models.mixers.short_conv import squeezed_taps
 from jspec.models.parts.checks import check_divided, positive_values
 from jspec.models.parts.conv_state import ConvState, convolved, taps_of
-from jspec.models.parts.delta_state import DeltaState, run_tokens
+from jspec.models.parts.delta_nodes import run_nodes, takes_kernels
+from jspec.models.parts.delta_state import DeltaState, Outputs, run_tokens
 from jspec.models.parts.kv_pool import MAX_POOL_ELEMENTS, PoolShape
 from jspec.models.parts.layer_weights import LayerWeights
 from jspec.models.parts.layers import by_token, product, small_product
 from jspec.models.parts.param_spec import ParamSpec, norm
+from pallas_kernels.layers.hopper import choose_compiled
 from pallas_kernels.layers.partial_sums import reduce_partials
 from pallas_kernels.layers.weights import Inputs, QuantizedActivation
+from pallas_kernels.recurrent.inputs_kernel import UNIT_EPS
 from pallas_kernels.recurrent.records import EVERY, DeltaTokens
-
-UNIT_EPS = 1e-6  # added to the sum of squares of a key or a query before its root divides them
 
 
 @dataclass(frozen=True)
@@ -144,25 +145,48 @@ class GatedDelta(Mixer):
         assert layer.gates is not None and not isinstance(x, QuantizedActivation)
         projected = reduce_partials(batch.unpack(product(batch.numerics)(x, layer.qkv)), dtype)
         gates = batch.unpack(small_product(x, layer.gates, batch.numerics)[None])[0]
-        taps, inputs = taps_of(state.inputs, projected[..., : self.conv_size], self.taps, batch)
-        new = by_token(partial(self._tokens, layer, state.records.keys.dtype), batch.numerics, taps, gates)
-        new = DeltaTokens(*(jnp.swapaxes(rows, 1, 2) for rows in new))
-        outputs, state = run_tokens(state._replace(inputs=inputs), new, batch)
+        outputs, state = self._run(layer, projected, gates, state, batch)
         outputs, gate = jnp.swapaxes(outputs, 1, 2), projected[..., self.conv_size :]
         return batch.pack(by_token(partial(self._gated, layer, eps, dtype), batch.numerics, outputs, gate)), state
+
+    def _run(
+        self, layer: LayerWeights, projected: Array, gates: Array, state: DeltaState, batch: TokenBatch
+    ) -> tuple[Outputs, DeltaState]:
+        """Convolve the projected rows and apply the rule."""
+        numerics = batch.numerics
+
+        def reference(projected: Array, gates: Array, state: DeltaState, batch: TokenBatch) -> Any:
+            taps, inputs = taps_of(state.inputs, projected[..., : self.conv_size], self.taps, batch)
+            new = by_token(partial(self._tokens, layer, state.records.keys.dtype), numerics, taps, gates)
+            new = DeltaTokens(*(jnp.swapaxes(rows, 1, 2) for rows in new))
+            return run_tokens(state._replace(inputs=inputs), new, batch)
+
+        def kernel(projected: Array, gates: Array, state: DeltaState, batch: TokenBatch, *, interpret: Any) -> Any:
+            assert layer.conv is not None
+            rates, decays = self._rates_and_decays(layer, gates)
+            return run_nodes(state, projected, rates, decays, layer.conv, batch, interpret=interpret)
+
+        if not takes_kernels(state, projected, batch):
+            return reference(projected, gates, state, batch)
+        return choose_compiled(numerics.options["implementation"], kernel, reference, projected, gates, state, batch)
+
+    def _rates_and_decays(self, layer: LayerWeights, gates: Array) -> tuple[Array, Array]:
+        """Return the rates and the log decays of the rule from their sums, [*rows, heads]."""
+        assert layer.a_log is not None and layer.dt_bias is not None
+        rates, decays = jnp.split(gates, 2, axis=-1)
+        return jax.nn.sigmoid(rates), jax.nn.softplus(decays + layer.dt_bias) * -jnp.exp(layer.a_log)
 
     def _tokens(
         self, layer: LayerWeights, dtype: Any, taps: Float[Array, "*rows taps channels"], gates: Array
     ) -> DeltaTokens:
         """Return the inputs of the rule, [*rows, heads, ...], from inputs of the convolution, and rates and decays."""
-        assert layer.conv is not None and layer.a_log is not None and layer.dt_bias is not None
+        assert layer.conv is not None
         mixed = jax.nn.silu(convolved(taps, layer.conv))
         q, k, v = jnp.split(mixed, (self.key_size, 2 * self.key_size), axis=-1)
         q, k = (_unit(_heads(rows, self.key_heads)) for rows in (q, k))
-        rates, decays = jnp.split(gates, 2, axis=-1)
-        decays = jax.nn.softplus(decays + layer.dt_bias) * -jnp.exp(layer.a_log)
+        rates, decays = self._rates_and_decays(layer, gates)
         q, k, v = (rows.astype(dtype) for rows in (q * self.key_dim**-0.5, k, _heads(v, self.value_heads)))
-        return DeltaTokens(q, k, v, decays, jax.nn.sigmoid(rates))
+        return DeltaTokens(q, k, v, decays, rates)
 
     def _gated(
         self,

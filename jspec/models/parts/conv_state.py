@@ -142,15 +142,22 @@ def _of_nodes(past: Array, x: Inputs, batch: TokenBatch, taps: int) -> list[Arra
     every = jnp.concatenate([past, x], axis=1)
     if batch.bits is None and batch.paths is None:
         return [every[:, count - age : count - age + x.shape[1]] for age in range(1, taps)]
-    is_seen = ancestor_mask(batch)
+    places = input_places(batch, taps)
+    return [jnp.take_along_axis(every, places[..., age, None], axis=1) for age in range(count)]
+
+
+def input_places(batch: TokenBatch, taps: int) -> Int[Array, "batch tokens earlier"]:
+    """Return where the inputs 1, 2, ... tokens before each node of a round are.
+
+    The first ``taps - 1`` places are those of the newest committed inputs, the oldest first, then come the nodes.
+    """
+    count, is_seen = taps - 1, ancestor_mask(batch)
     depth = batch.positions - batch.first_row[:, None]
-    found = []
+    places = []
     for age in range(1, taps):
-        wanted = (depth - age)[:, :, None]
-        node = jnp.argmax(is_seen & (depth[:, None, :] == wanted), axis=-1)
-        row = jnp.where(depth >= age, count + node, jnp.clip(count + depth - age, 0, count - 1))
-        found.append(jnp.take_along_axis(every, row[..., None], axis=1))
-    return found
+        node = jnp.argmax(is_seen & (depth[:, None, :] == (depth - age)[:, :, None]), axis=-1)
+        places.append(jnp.where(depth >= age, count + node, jnp.clip(count + depth - age, 0, count - 1)))
+    return jnp.stack(places, axis=-1)
 
 
 def _of_prompts(past: Array, x: Inputs, batch: PromptBatch, taps: int) -> list[Array]:

@@ -1,0 +1,88 @@
+"""The nodes of a round from their projected rows to the outputs of the gated delta rule, in kernels for Hopper GPUs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jspec.core.records import PromptBatch, TokenBatch
+from jspec.models.parts.conv_state import input_places
+from jspec.models.parts.delta_state import DeltaState, Outputs
+from jspec.models.parts.slot_rows import ancestor_mask
+from pallas_kernels.layers.hopper import HEIGHT
+from pallas_kernels.recurrent import delta_kernel, inputs_kernel
+from pallas_kernels.recurrent.delta_kernel import MOST_NODES, UNIT, behind_of
+from pallas_kernels.recurrent.delta_rounds import has_kernel
+from pallas_kernels.recurrent.inputs_kernel import BLOCK, NodeRows
+from pallas_kernels.recurrent.record_ring import block_of
+
+
+def takes_kernels(state: DeltaState, projected: Float[Array, "batch tokens channels"], batch: TokenBatch) -> bool:
+    """Return whether the kernels run on the device, and have a form for this batch and these heads."""
+    if isinstance(batch, PromptBatch) or batch.deterministic or projected.shape[1] > MOST_NODES:
+        return False
+    (key_heads, key_dim), (heads, value_dim) = state.records.keys.shape[2:], state.records.values.shape[2:]
+    has_form = key_dim == BLOCK and heads // key_heads * value_dim % BLOCK == 0
+    return has_form and projected.dtype == jnp.bfloat16 and has_kernel(state.records)
+
+
+def run_nodes(
+    state: DeltaState,
+    projected: Float[Array, "batch tokens channels"],
+    rates: Float[Array, "batch tokens heads"],
+    decays: Float[Array, "batch tokens heads"],
+    weight: Float[Array, "conv_channels taps"],
+    batch: TokenBatch,
+    *,
+    interpret: Any = False,
+) -> tuple[Outputs, DeltaState]:
+    """Convolve the projected rows of a round's nodes, and apply the gated delta rule.
+
+    Args:
+        state: state of the layer.
+        projected: queries, keys and values of all heads before the convolution, then channels that are not read.
+        rates: rates of the rule, float32.
+        decays: log decays, float32.
+        weight: taps of the convolution.
+        batch: the nodes.
+        interpret: False, or jax's parameters for interpreting the kernels and detecting races.
+
+    Returns:
+        The outputs in float32, and the state with records and inputs of the nodes.
+    """
+    assert batch.slots is not None, "rounds have slots"
+    slots, lengths, ring = batch.slots, batch.first_row, state.records
+    position = block_of(lengths)
+    behind = behind_of(ring.decays_at(slots, position), (position < lengths[:, None])[:, None])
+    # The new decays are written after the committed ones have been read: else they are copied.
+    behind, projected = jax.lax.optimization_barrier((behind, projected))
+    rows = _node_rows(projected, rates, decays, weight.shape[1], state.slots, batch)
+    nodes, ring, inputs = inputs_kernel.prepare(rows, weight, ring, state.inputs.inputs, interpret=interpret)
+    outputs, corrected = delta_kernel.verify(state.state, ring, slots, lengths, behind, nodes, interpret=interpret)
+    outputs, corrected = jax.lax.optimization_barrier((outputs, corrected))
+    count = projected.shape[1]
+    place = jnp.where(batch.valid, slots[:, None], state.slots), _rows_of(batch) % ring.rows
+    ring = ring._replace(values=ring.values.at[place].set(corrected[:, :count], mode="drop"))
+    state = state._replace(records=ring, inputs=state.inputs._replace(inputs=inputs))
+    return jnp.swapaxes(outputs[:, :count], 1, 2), state
+
+
+def _rows_of(batch: TokenBatch) -> Int[Array, "batch tokens"]:
+    return batch.first_row[:, None] + jnp.arange(batch.tokens.shape[1])
+
+
+def _node_rows(projected: Array, rates: Array, decays: Array, taps: int, slots: int, batch: TokenBatch) -> NodeRows:
+    """Return the rows of nodes as the kernel reads them."""
+    assert batch.slots is not None
+    count, is_seen = projected.shape[1], ancestor_mask(batch)
+    more = -count % UNIT
+    gates = jnp.stack([jnp.swapaxes(of, 1, 2) for of in (rates, decays)], axis=2)
+    gates = jnp.pad(gates, ((0, 0), (0, 0), (0, 0), (0, more)))
+    follows = jnp.stack([jnp.swapaxes(is_seen, 1, 2), is_seen], axis=1).astype(jnp.float32)
+    follows = jnp.pad(follows, ((0, 0), (0, 0), (0, HEIGHT - count), (0, more)))
+    is_kept = batch.valid & (batch.slots < slots)[:, None]
+    places = jnp.concatenate([input_places(batch, taps), is_kept[..., None]], axis=-1).astype(jnp.int32)
+    return NodeRows(projected, gates, places, follows, batch.slots, batch.first_row)

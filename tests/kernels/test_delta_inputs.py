@@ -1,0 +1,140 @@
+"""Test the kernels of a round from projected rows to outputs, interpreted, against XLA's operations."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec.core.ancestors import ancestors
+from jspec.core.numerics import Numerics
+from jspec.core.records import TokenBatch
+from jspec.models.mixers.gated_delta import GatedDelta
+from jspec.models.parts import delta_nodes
+from jspec.models.parts.delta_state import DeltaState
+from jspec.models.parts.kv_pool import PoolShape
+from pallas_kernels.attention.ancestor_bits import ancestor_bits
+from tests.support.mosaic import interpreted
+
+mosaic = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the Hopper kernel needs jax 0.11")
+SLOTS = 3
+TREE = [-1, 0, 0, 1, 1, 2, 3, 3, 4, 8]
+MIXER = GatedDelta(key_heads=2, value_heads=4, key_dim=128, value_dim=128, taps=4)
+
+
+def problem(parents: list[int], lengths: list[int], slots: list[int], mixer: GatedDelta = MIXER) -> tuple[Any, ...]:
+    """Draw the state of all slots, projected rows and gates of a round's nodes, weights and the batch."""
+    rng, count, batch = np.random.default_rng(0), len(parents), len(slots)
+    pool = PoolShape(SLOTS, 2, 16, 256, "bfloat16", "bfloat16")
+    state = mixer.state(replace(pool, round_rows=count, state_dtype="bfloat16"), "bfloat16")
+
+    def drawn(path: Any, array: Any) -> Any:
+        values = rng.standard_normal(array.shape) * 0.3
+        return jnp.asarray(-abs(values) if "decays" in str(path) else values, array.dtype)
+
+    state = jax.tree_util.tree_map_with_path(drawn, state)
+    assert isinstance(state, DeltaState)
+    projected = jnp.asarray(rng.standard_normal((batch, count, mixer.conv_size + mixer.value_size)), jnp.bfloat16)
+    gates = jnp.asarray(rng.standard_normal((batch, count, 2 * mixer.value_heads)), jnp.float32)
+    layer = SimpleNamespace(
+        conv=jnp.asarray(rng.standard_normal((mixer.conv_size, mixer.taps)) * 0.5, jnp.bfloat16),
+        a_log=jnp.asarray(rng.standard_normal(mixer.value_heads), jnp.float32),
+        dt_bias=jnp.asarray(rng.standard_normal(mixer.value_heads), jnp.float32),
+    )
+    seen = ancestors(np.broadcast_to(np.array(parents, np.int32), (batch, count)))
+    first = jnp.asarray(lengths, jnp.int32)
+    chain = parents == list(range(-1, count - 1))
+    tokens = TokenBatch(
+        tokens=jnp.zeros((batch, count), jnp.int32),
+        positions=first[:, None] + jnp.asarray(seen.sum(-1) - 1, jnp.int32),
+        valid=jnp.broadcast_to(jnp.arange(batch)[:, None] < 2, (batch, count)),
+        first_row=first,
+        page_table=jnp.zeros((batch, 1), jnp.int32),
+        bits=None if chain else ancestor_bits(jnp.broadcast_to(jnp.array(parents, jnp.int32), (batch, count))),
+        numerics=Numerics("reference"),
+        slots=jnp.asarray(slots, jnp.int32),
+    )
+    return layer, projected, gates, state, tokens
+
+
+def run_kernels(
+    mixer: GatedDelta, layer: Any, projected: Any, gates: Any, state: Any, batch: Any, **options: Any
+) -> Any:
+    rates, decays = mixer._rates_and_decays(layer, gates)
+    return delta_nodes.run_nodes(state, projected, rates, decays, layer.conv, batch, **options)
+
+
+def differences(got: tuple[Any, DeltaState], wanted: tuple[Any, DeltaState]) -> list[float]:
+    """Return the largest difference of outputs and of each array of the state, relative to the largest number."""
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True)
+    arrays = [(np.float64(new), np.float64(expected)) for new, expected in pairs]
+    return [float(np.abs(new - expected).max() / np.abs(expected).max()) for new, expected in arrays]
+
+
+@mosaic
+@pytest.mark.parametrize(
+    ("parents", "lengths"),
+    [([-1], [40, 1]), ([-1, 0, 1, 2, 3], [2, 63]), (TREE, [0, 66])],
+    ids=["plain", "chain", "tree"],
+)
+def test_outputs_records_and_inputs_of_nodes(parents: list[int], lengths: list[int]) -> None:
+    layer, *arguments = problem(parents, [*lengths, 33], [2, 0, 1])
+    wanted, wanted_state = MIXER._run(layer, *arguments)
+    got, state = interpreted(partial(run_kernels, MIXER, layer), *arguments)
+    outputs, *kept = differences((got, state), (wanted, wanted_state))
+    assert outputs < 2**-8, "a key, a query or a value may round to the other neighbour"
+    assert max(kept) < 2**-7
+    projected, gates, old, batch = arguments
+    wrong = {
+        "the taps in the opposite order": (SimpleNamespace(**{**vars(layer), "conv": layer.conv[:, ::-1]}), batch),
+        "a token more before": (layer, replace(batch, first_row=batch.first_row + 1, positions=batch.positions + 1)),
+        "another slot": (layer, replace(batch, slots=batch.slots[::-1])),
+        "a chain": (layer, replace(batch, bits=None, positions=batch.first_row[:, None] + np.arange(len(parents)))),
+    }
+    for name, (other, changed) in wrong.items():
+        if name != "a chain" or batch.bits is not None:
+            assert differences((got, state), MIXER._run(other, projected, gates, old, changed))[0] > 2**-5, name
+
+
+@mosaic
+def test_a_key_that_is_not_finite_is_kept_as_zero_and_ends_its_token_alone() -> None:
+    layer, projected, gates, old, batch = problem([-1, 0, 1], [40, 2, 33], [2, 0, 1])
+    spoilt = projected.at[0, 2, MIXER.key_size].set(jnp.inf)
+    got, state = interpreted(partial(run_kernels, MIXER, layer), spoilt, gates, old, batch)
+    wanted, _ = MIXER._run(layer, projected, gates, old, batch)
+    assert np.isnan(got[0, :2, 2]).all()
+    np.testing.assert_allclose(got[0, :, :2], wanted[0, :, :2], atol=1e-3)
+    np.testing.assert_allclose(got[1], wanted[1], atol=1e-3)
+    assert np.isfinite(np.float32(state.records.keys)).all()
+
+
+@mosaic
+@pytest.mark.parametrize("count", [1, 64])
+def test_kernel_compiled_for_h200_spills_nothing(count: int, compile_with_ptxas_output: Any) -> None:
+    mixer = replace(MIXER, key_heads=16, value_heads=48)
+    layer, *arguments = problem(list(range(-1, count - 1)), [40, 71], [2, 0], mixer)
+    shapes = jax.eval_shape(lambda: arguments)
+    program, printed = compile_with_ptxas_output(jax.jit(partial(run_kernels, mixer, layer)), *shapes)
+    assert [launch.kind for launch in program.launches].count("kCustomCall") == 2
+    reports = re.findall(r"\b(\d+) bytes spill stores", printed)
+    assert len(reports) == 2 and set(reports) == {"0"}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [1, 5, 8, 33, 64])
+def test_outputs_records_and_inputs_of_nodes_on_a_gpu(count: int) -> None:
+    parents = [-1, *np.random.default_rng(0).integers(0, np.arange(1, count))] if count > 1 else [-1]
+    mixer = replace(MIXER, key_heads=4, value_heads=12)
+    layer, *arguments = problem([int(parent) for parent in parents], [40, 1, 71], [2, 0, 1], mixer)
+    assert delta_nodes.takes_kernels(arguments[2], arguments[0], arguments[3])
+    wanted, wanted_state = jax.jit(partial(mixer._run, layer))(*arguments)
+    got, state = jax.jit(partial(run_kernels, mixer, layer))(*arguments)
+    outputs, *kept = differences((got, state), (wanted, wanted_state))
+    assert outputs < 2**-7 and max(kept) < 2**-7
