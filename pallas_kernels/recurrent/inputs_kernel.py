@@ -7,6 +7,7 @@ rounds read of the nodes, in the rows of their slots: inputs of the convolution,
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -38,6 +39,7 @@ class NodeRows(NamedTuple):
     lengths: Int[Array, "batch"]
 
 
+@partial(jax.jit, static_argnames=("interpret",))
 def prepare(
     rows: NodeRows,
     weight: Float[Array, "channels taps"],

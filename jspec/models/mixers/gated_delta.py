@@ -163,7 +163,8 @@ class GatedDelta(Mixer):
 
         def kernel(projected: Array, gates: Array, state: DeltaState, batch: TokenBatch, *, interpret: Any) -> Any:
             assert layer.conv is not None
-            rates, decays = self._rates_and_decays(layer, gates)
+            # Sums are added up before they are laid out: else each element of the layout adds up parts by itself.
+            rates, decays = self._rates_and_decays(layer, jax.lax.optimization_barrier(gates))
             return run_nodes(state, projected, rates, decays, layer.conv, batch, interpret=interpret)
 
         if not takes_kernels(state, projected, batch):

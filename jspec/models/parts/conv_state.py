@@ -57,7 +57,19 @@ class ConvState(_Rows, LayerState):
     @classmethod
     def commit(cls, states: Sequence[Self], view: SlotView, path: AcceptedPath) -> list[Self]:
         """Move the inputs of an accepted path; `LayerState.commit`."""
-        moved = [state._replace(inputs=move_slot_rows(state.inputs, view, path)) for state in states]
+        return cls.kept(
+            [state._replace(inputs=move_slot_rows([state.inputs], view, path)[0]) for state in states], view, path
+        )
+
+    @classmethod
+    def kept(cls, moved: list[Self], view: SlotView, path: AcceptedPath) -> list[Self]:
+        """Keep the inputs before the last multiple of `EVERY` tokens that a round has reached, if states are copied.
+
+        Args:
+            moved: states of all layers whose rows have moved.
+            view: the slots of the batch, before their lengths advance.
+            path: the tokens that the round commits.
+        """
         if not moved[0].num_copies:
             return moved
         position = (view.lengths + path.counts) // EVERY * EVERY

@@ -90,12 +90,11 @@ class DeltaState(_StateAndRecords, LayerState):
     @classmethod
     def commit(cls, states: Sequence[Self], view: SlotView, path: AcceptedPath) -> list[Self]:
         """Move the records of an accepted path, and fold as many as have become complete; `LayerState.commit`."""
-        inputs = ConvState.commit([state.inputs for state in states], view, path)
+        rows = [move_slot_rows([*state.records, state.inputs.inputs], view, path) for state in states]
+        inputs = [state.inputs._replace(inputs=of[-1]) for state, of in zip(states, rows, strict=True)]
         moved = [
-            state._replace(
-                records=RecordRing(*(move_slot_rows(rows, view, path) for rows in state.records)), inputs=new
-            )
-            for state, new in zip(states, inputs, strict=True)
+            state._replace(records=RecordRing(*of[:-1]), inputs=new)
+            for state, of, new in zip(states, rows, ConvState.kept(inputs, view, path), strict=True)
         ]
         for index in range((EVERY - 1 + path.longest) // EVERY):  # a round may complete several blocks of records
             first = (view.lengths // EVERY + index) * EVERY

@@ -6,30 +6,32 @@ nodes of a round are different ones, and a round's rows are those of its first r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from jspec.core.records import AcceptedPath, PromptBatch, SlotView, TokenBatch
 from pallas_kernels.attention.ancestor_bits import WORD
+from pallas_kernels.state.slot_rows import move_rows
 
 
 def move_slot_rows(
-    rows: Float[Array, "slots rows *channels"], view: SlotView, path: AcceptedPath
-) -> Float[Array, "slots rows *channels"]:
+    arrays: Sequence[Float[Array, "slots rows *channels"]], view: SlotView, path: AcceptedPath
+) -> list[Float[Array, "slots rows *channels"]]:
     """Move the rows of an accepted path to the places of committed tokens.
 
     Args:
-        rows: rows of all slots.
+        arrays: rows of all slots, of one layer.
         view: the slots of the batch, before their lengths advance.
         path: the rows to move.
     """
     if path.source is None:
-        return rows
+        return list(arrays)
     assert path.moved is not None
-    size, slot, first = rows.shape[1], view.slots[:, None], view.lengths[:, None]
-    moved = rows.at[slot, (first + path.source) % size].get(mode="fill", fill_value=0)
-    target = jnp.where(path.moved, slot, len(rows)), (first + jnp.arange(path.source.shape[1])) % size
-    return rows.at[target].set(moved, mode="drop")
+    first, depths = view.lengths[:, None], jnp.arange(path.source.shape[1])
+    implementation = view.numerics.options["implementation"]
+    return move_rows(arrays, view.slots, first + path.source, first + depths, path.moved, implementation=implementation)
 
 
 def ancestor_mask(batch: TokenBatch) -> Bool[Array, "batch tokens tokens"]:
