@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float
 
 from jspec.core.records import AcceptedPath, PromptBatch, SlotView, TokenBatch
 from pallas_kernels.attention.ancestor_bits import WORD
-from pallas_kernels.state.slot_rows import move_rows
+from pallas_kernels.recurrent.slot_rows import move_rows
 
 
 def move_slot_rows(
