@@ -82,19 +82,18 @@ def _move(arrays: list[Array], slots: Array, source: Array, target: Array, moved
     forms = list(dict.fromkeys((of.shape[3:], of.dtype) for of in pieces))
 
     def run(refs, *memory):
-        (*rows, slots, source, target, moved), (*stages, arrived) = refs, memory
+        (*rows, slots, source, target, moved), (*buffers, arrived) = refs, memory
         place, sequence = jax.lax.axis_index("piece"), jax.lax.axis_index("sequence")
         slot = slots[sequence]
 
         def move(index, piece):
-            array, stage = rows[index], stages[forms.index((pieces[index].shape[3:], pieces[index].dtype))]
+            form = forms.index((pieces[index].shape[3:], pieces[index].dtype))
+            array, stages = rows[index], buffers[form * ROWS : (form + 1) * ROWS]
             for part, first in enumerate(range(0, moves, ROWS)):
                 some = range(first, min(first + ROWS, moves))
                 for at in range(ROWS):  # past the last move the last row is read again
                     row = jax.lax.rem(source[sequence, min(first + at, moves - 1)], array.shape[1])
-                    plgpu.copy_gmem_to_smem(
-                        array.at[slot, pl.ds(row, 1), piece], stage.at[pl.ds(at, 1)], arrived.at[part]
-                    )
+                    plgpu.copy_gmem_to_smem(array.at[slot, pl.ds(row, 1), piece], stages[at], arrived.at[part])
                 plgpu.barrier_wait(arrived.at[part])
                 for at, number in enumerate(some):
 
@@ -102,14 +101,15 @@ def _move(arrays: list[Array], slots: Array, source: Array, target: Array, moved
                     def _(at=at, number=number):
                         row = jax.lax.rem(target[sequence, number], array.shape[1])
                         here = array.at[slot, pl.ds(row, 1), piece]
-                        plgpu.copy_smem_to_gmem(stage.at[pl.ds(at, 1)], here)
+                        plgpu.copy_smem_to_gmem(stages[at], here)
 
                 plgpu.wait_smem_to_gmem(0)
 
         for number, (index, piece) in enumerate(places):
             pl.when((place == number) & (slot < rows[0].shape[0]))(partial(move, index, piece))
 
-    memory = [plgpu.SMEM((ROWS, *shape), dtype) for shape, dtype in forms] + [
+    # A buffer of its own for each row, which therefore begins at a multiple of 128 bytes, as the copies need.
+    memory = [plgpu.SMEM((1, *shape), dtype) for shape, dtype in forms for _ in range(ROWS)] + [
         plgpu.Barrier(num_arrivals=ROWS, num_barriers=-(-moves // ROWS))
     ]
     grid = {"piece": len(places), "sequence": batch}
