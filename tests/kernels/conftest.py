@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.h200 import H200Program, compile_for_h200
+from tests.support.mosaic import misaligned_copies
 
 UNIQUE = itertools.count()  # numbers for kernel names
 
@@ -19,7 +20,8 @@ def compile_with_ptxas_output(
 ) -> Callable[..., tuple[H200Program, str]]:
     """Return a function that compiles `function(*arrays)` for an H200 and returns the program and the output of ptxas.
 
-    Its further arguments are keyword arguments of `function`.
+    It checks that copies begin at multiples of 128 bytes in shared memory. Its further arguments are keyword arguments
+    of `function`.
 
     XLA compiles equal Mosaic GPU kernels once per process, and runs no ptxas the second time. So each kernel gets a
     name that no other test used, which makes it distinct, and the function is traced again instead of taken from
@@ -33,11 +35,13 @@ def compile_with_ptxas_output(
         return kernel(*arguments, kernel_name=f"{kernel_name}_{next(UNIQUE)}", **options)
 
     def compile_one(function: Any, *arrays: Any, **options: Any) -> tuple[H200Program, str]:
-        monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+        for output in ("PTXAS", "PTX"):
+            monkeypatch.setenv(f"MOSAIC_GPU_DUMP_{output}", "1")
         monkeypatch.setattr(plgpu, "kernel", renamed)
         capfd.readouterr()
         program = compile_for_h200(lambda *given: function.__wrapped__(*given, **options), *arrays)
-        printed = capfd.readouterr()
-        return program, printed.out + printed.err
+        printed = "".join(capfd.readouterr())
+        assert not misaligned_copies(printed)
+        return program, printed
 
     return compile_one

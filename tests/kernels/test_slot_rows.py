@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.recurrent import slot_rows
-from tests.support.mosaic import interpreted
+from tests.support.mosaic import interpreted, misaligned_copies
 
 mosaic = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the Hopper kernel needs jax 0.11")
 SLOTS, ROWS = 4, 32
@@ -73,3 +74,13 @@ def test_a_row_that_no_copy_unit_takes_moves_in_xla() -> None:
     arguments = [arrays[0], arrays[1][..., :3]], *rows
     assert not slot_rows._has_form(arguments[0][1])
     check(slot_rows.move_rows(*arguments), arguments)
+
+
+@mosaic
+def test_kernel_compiled_for_h200_spills_nothing_and_copies_aligned_rows(compile_with_ptxas_output: Any) -> None:
+    arguments = jax.eval_shape(lambda: problem(11))
+    program, printed = compile_with_ptxas_output(jax.jit(slot_rows.move_rows), *arguments)
+    assert program.count("CustomCall") == 1
+    assert re.findall(r"\b(\d+) bytes spill stores", printed) == ["0"]
+    changed = re.sub(r"(add\.s32\s+%r\d+, %r\d+, )4096;", r"\g<1>4160;", printed)
+    assert set(misaligned_copies(changed)) == {4160}
