@@ -23,7 +23,7 @@ def tiled(plgpu, shape, dtype, columns=None):
     return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, columns)), swizzle))
 
 
-def launch(plgpu, run, name, grid, out, memory, inputs, interpret):
+def launch(plgpu, run, name, grid, out, memory, inputs, interpret, **options):
     """Runs a kernel with one warpgroup for each place of a grid.
 
     Args:
@@ -35,6 +35,7 @@ def launch(plgpu, run, name, grid, out, memory, inputs, interpret):
         memory: pieces of shared memory.
         inputs: arrays, or references to arrays that are changed in place.
         interpret: False, or jax's parameters for interpreting the kernel and detecting races.
+        options: more of Mosaic GPU's compiler parameters.
     """
 
     def entry(*refs):
@@ -48,7 +49,9 @@ def launch(plgpu, run, name, grid, out, memory, inputs, interpret):
         num_threads=1,
         thread_name="warpgroup",
         kernel_name=name,
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=False),
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=False, **options
+        ),
         interpret=interpret,
     )(*inputs)
 

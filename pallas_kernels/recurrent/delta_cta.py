@@ -1,0 +1,246 @@
+"""A CTA of the kernels of the gated delta rule (`delta_kernel`): what it loads, and its operations."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels.layers.hopper import HEIGHT as ROWS
+from pallas_kernels.recurrent.records import EVERY
+from pallas_kernels.recurrent.warpgroup import tiled
+
+UNIT = 8  # nodes are padded to a multiple
+COLUMNS = 32  # columns of the state that are in registers at a time
+MOST_RESIDENT = 4  # CTAs that registers of a multiprocessor hold
+MULTIPROCESSOR_BYTES = 228 * 1024  # shared memory of a multiprocessor
+RESERVED_BYTES = 4 * 1024  # shared memory of a CTA besides `Memory`
+
+
+class Memory(NamedTuple):
+    """The shared memory of a CTA; the state, keys and node rows are in blocks of `COLUMNS` columns."""
+
+    state: Any  # [blocks, ROWS, COLUMNS]
+    keys: Any  # of the records [blocks, EVERY, COLUMNS]
+    values: Any  # of the records [EVERY, ROWS]
+    behind: Any  # [EVERY + UNIT]
+    blocks_arrived: Any  # barriers on which the blocks of columns arrive
+    records_arrived: Any  # barrier on which `values` and `behind` arrive
+    node_rows: Any = None  # keys of the nodes, then queries [blocks, 2 nodes, COLUMNS]
+    node_values: Any = None  # [nodes, ROWS]
+    tables: Any = None  # [2 nodes + 3, nodes]
+    nodes_arrived: Any = None  # barrier on which `node_values` and `tables` arrive
+    outputs: Any = None  # [nodes, ROWS]
+    corrected: Any = None  # [nodes, ROWS]
+
+
+def memory_of(plgpu, ring, nodes):
+    """Returns the shared memory of a CTA for some number of nodes."""
+    key_dim, dtype = ring.keys.shape[3], ring.keys.dtype
+    blocks = key_dim // COLUMNS
+    memory = [
+        tiled(plgpu, (blocks, ROWS, COLUMNS), jnp.float32),
+        tiled(plgpu, (blocks, EVERY, COLUMNS), dtype, COLUMNS),
+        tiled(plgpu, (EVERY, ROWS), dtype),
+        plgpu.SMEM((EVERY + UNIT,), jnp.float32),
+        plgpu.Barrier(num_arrivals=4 if nodes else 2, num_barriers=blocks),
+        plgpu.Barrier(num_arrivals=2),
+    ]
+    if nodes:
+        memory += [
+            tiled(plgpu, (blocks, 2 * nodes, COLUMNS), dtype, COLUMNS),
+            tiled(plgpu, (nodes, ROWS), dtype),
+            plgpu.SMEM((2 * nodes + 3, nodes), jnp.float32),
+            plgpu.Barrier(num_arrivals=2),
+            tiled(plgpu, (nodes, ROWS), jnp.float32),
+            tiled(plgpu, (nodes, ROWS), dtype),
+        ]
+    return memory
+
+
+def resident(plgpu, memory):
+    """Returns how many CTAs a multiprocessor holds at a time."""
+    arrays = [of for of in memory if not isinstance(of, plgpu.Barrier)]
+    size = sum(map(_bytes, arrays))
+    return max(1, min(MOST_RESIDENT, MULTIPROCESSOR_BYTES // (size + RESERVED_BYTES)))
+
+
+def _bytes(ref):
+    size = jnp.dtype(ref.dtype).itemsize
+    for count in ref.shape:
+        size *= count
+    return size
+
+
+class Place(NamedTuple):
+    """The part of a state that a CTA computes, and where its records are."""
+
+    sequence: Any
+    head: Any
+    part: Any
+    slot: Any
+    position: Any
+
+    @property
+    def channels(self):
+        """Value channels."""
+        return pl.ds(self.part * ROWS, ROWS)
+
+
+class Cta:
+    """The operations of a CTA on arrays [`ROWS`, n] in registers."""
+
+    def __init__(self, group, refs, memory, nodes=None, targets=None):
+        self.group, self.plgpu, self.memory = group, group.plgpu, memory
+        self.state, self.keys, self.values, self.behind = refs
+        self.nodes, self.targets = nodes, targets
+        self.blocks = self.state.shape[3] // COLUMNS
+
+    def place(self, item, slots, positions):
+        """Returns the place of an item."""
+        (_, heads, value_dim, _) = self.state.shape
+        parts = value_dim // ROWS
+        sequence, rest = jax.lax.div(item, heads * parts), jax.lax.rem(item, heads * parts)
+        return Place(sequence, jax.lax.div(rest, parts), jax.lax.rem(rest, parts), slots[sequence], positions[sequence])
+
+    def load(self, place):
+        """Begins to load all that is read at a place."""
+        self.load_records(place)
+        for block in range(self.blocks):
+            self.load_block(place, block)
+        if self.nodes is not None:
+            self.load_nodes(place)
+
+    def _copy(self, loads, arrived):
+        for source, target in loads:
+            self.plgpu.copy_gmem_to_smem(source, target, arrived)
+
+    def _block(self, place):
+        blocks = self.keys.shape[1] // EVERY
+        return pl.ds(jax.lax.rem(jax.lax.div(place.position, EVERY), blocks) * EVERY, EVERY)
+
+    def load_records(self, place):
+        """Begins to load the values of the block of records that has a position, and their factors."""
+        slot = jnp.minimum(place.slot, self.state.shape[0] - 1)
+        loads = [
+            (self.values.at[slot, self._block(place), place.head, place.channels], self.memory.values),
+            (self.behind.at[place.sequence, place.head], self.memory.behind),
+        ]
+        self._copy(loads, self.memory.records_arrived)
+
+    def load_block(self, place, block):
+        """Begins to load some columns of the state, of the records' keys, and of the nodes."""
+        memory, columns = self.memory, pl.ds(block * COLUMNS, COLUMNS)
+        slot = jnp.minimum(place.slot, self.state.shape[0] - 1)
+        key_head = jax.lax.div(place.head, self.state.shape[1] // self.keys.shape[2])
+        loads = [
+            (self.state.at[slot, place.head, place.channels, columns], memory.state.at[block]),
+            (self.keys.at[slot, self._block(place), key_head, columns], memory.keys.at[block]),
+        ]
+        if self.nodes is not None:
+            count = self.nodes.tables.shape[3]
+            rows = place.sequence, self._node_rows(place), key_head, columns
+            loads += [
+                (of.at[rows], memory.node_rows.at[block, pl.ds(first, count)])
+                for first, of in ((0, self.nodes.keys), (count, self.nodes.queries))
+            ]
+        self._copy(loads, memory.blocks_arrived.at[block])
+
+    def load_nodes(self, place):
+        """Begins to load the values and tables of nodes."""
+        rows = place.sequence, self._node_rows(place), place.head, place.channels
+        loads = [
+            (self.nodes.values.at[rows], self.memory.node_values),
+            (self.nodes.tables.at[place.sequence, place.head], self.memory.tables),
+        ]
+        self._copy(loads, self.memory.nodes_arrived)
+
+    def _node_rows(self, place):
+        first = jnp.minimum(place.position, 0) * UNIT  # not constant: rows past the last one are read as zeros
+        return pl.ds(first, self.nodes.tables.shape[3])
+
+    def records(self):
+        """Returns the decayed values of the records, as two parts, and the factor of the state."""
+        self.plgpu.barrier_wait(self.memory.records_arrived)
+        after = self.group.per_column(self.memory.behind.at[pl.ds(0, EVERY)])
+        values = self.group.read_transposed(self.memory.values).astype(jnp.float32)
+        return self.group.parts(jnp.where(after > 0, values, 0.0) * after), self.memory.behind[EVERY]
+
+    def newest(self, records, block):
+        """Returns some columns of the state at the newest of the records."""
+        values, total = records
+        self.plgpu.barrier_wait(self.memory.blocks_arrived.at[block])
+        state = self.group.read(self.memory.state.at[block])
+        keys = self.memory.keys.at[block]
+        return state * total + self.group.product(*((part, keys) for part in values))
+
+    def verify(self, place, following=None, exists=None):
+        """Computes the nodes of a place, and begins to load those of the following one, if it exists."""
+
+        def then(load, condition=True):
+            if following is not None:
+                pl.when(exists & condition)(lambda: load(following))
+
+        seen, read = self.seen_and_read(self.records(), then)
+        outputs = self.substituted(seen, read, self.nodes.keys.shape[1])
+        self.store(outputs, place, then)
+
+    def seen_and_read(self, records, then):
+        """Returns the products of the newest state with the keys and with the queries of nodes, [`ROWS`, nodes]."""
+        rows, count, last = self.memory.node_rows, self.nodes.tables.shape[3], self.blocks - 1
+
+        def run(sums):
+            def add(block, _):
+                newest = self.newest(records, block)  # waits for the products before, too
+                self.plgpu.commit_smem()  # all warps have read what is overwritten
+                then(self.load_records, block == 0)
+                then(partial(self.load_block, block=block - 1), block > 0)
+                self.group.multiply(sums, *((part, rows.at[block].T) for part in self.group.parts(newest)))
+
+            jax.lax.fori_loop(0, self.blocks, add, None)
+            self.plgpu.wgmma_wait(0)
+            self.plgpu.commit_smem()
+            then(partial(self.load_block, block=last))
+            return sums[...]
+
+        if self.group.interpret:  # the interpreter has no `wgmma` with an operand in registers
+            total = 0.0
+            for block in range(self.blocks):
+                for part in self.group.parts(self.newest(records, block)):
+                    total += self.group.dot(part, rows[block].T)
+                self.plgpu.commit_smem()
+                then(partial(self.load_block, block=block))
+            then(self.load_records)
+        else:
+            total = pl.run_scoped(run, self.plgpu.ACC((ROWS, 2 * count), jnp.float32))
+        return total[:, :count], total[:, count:]
+
+    def substituted(self, seen, read, count):
+        """Returns the outputs and the corrected values of nodes, [`ROWS`, nodes], of which ``count`` may be tokens."""
+        nodes, row = seen.shape[1], lambda index: self.group.per_column(self.memory.tables.at[index])
+        self.plgpu.barrier_wait(self.memory.nodes_arrived)
+        values = self.group.read_transposed(self.memory.node_values).astype(jnp.float32)
+        rest, outputs = values * row(2 * nodes) - seen * row(2 * nodes + 1), read * row(2 * nodes + 2)
+        dtype = self.keys.dtype
+
+        def take(node, carry):
+            rest, outputs = carry
+            value = self.group.column(rest, node).astype(dtype).astype(jnp.float32)
+            return rest - value * row(node), outputs + value * row(nodes + node)
+
+        rest, outputs = jax.lax.fori_loop(0, count, take, (rest, outputs))
+        return outputs, rest.astype(dtype)
+
+    def store(self, arrays, place, then):
+        """Begins to store outputs and corrected values of nodes."""
+        tiles = self.memory.outputs, self.memory.corrected
+        self.plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        for array, tile in zip(arrays, tiles, strict=True):
+            self.group.store_transposed(tile, array)
+        self.plgpu.commit_smem()
+        for tile, target in zip(tiles, self.targets, strict=True):
+            self.plgpu.copy_smem_to_gmem(tile, target.at[place.sequence, :, place.head, place.channels])
+        then(self.load_nodes)
