@@ -56,7 +56,7 @@ def memory_of(plgpu, ring, nodes):
             plgpu.SMEM((2 * nodes + 3, nodes), jnp.float32),
             plgpu.Barrier(num_arrivals=2),
             tiled(plgpu, (nodes, ROWS), jnp.float32),
-            tiled(plgpu, (nodes, ROWS), dtype),
+            plgpu.SMEM((nodes, ROWS), dtype),
         ]
     return memory
 
@@ -93,10 +93,10 @@ class Place(NamedTuple):
 class Cta:
     """The operations of a CTA on arrays [`ROWS`, n] in registers."""
 
-    def __init__(self, group, refs, memory, nodes=None, targets=None):
+    def __init__(self, group, refs, memory, nodes=None, outputs=None):
         self.group, self.plgpu, self.memory = group, group.plgpu, memory
         self.state, self.keys, self.values, self.behind = refs
-        self.nodes, self.targets = nodes, targets
+        self.nodes, self.outputs = nodes, outputs
         self.blocks = self.state.shape[3] // COLUMNS
 
     def place(self, item, slots, positions):
@@ -177,16 +177,15 @@ class Cta:
         keys = self.memory.keys.at[block]
         return state * total + self.group.product(*((part, keys) for part in values))
 
-    def verify(self, place, following=None, exists=None):
-        """Computes the nodes of a place, and begins to load those of the following one, if it exists."""
+    def verify(self, place, count, following=None, exists=None):
+        """Computes the nodes of a place, of which some are written into the ring, and begins to load those of the following one, if it exists."""
 
         def then(load, condition=True):
             if following is not None:
                 pl.when(exists & condition)(lambda: load(following))
 
         seen, read = self.seen_and_read(self.records(), then)
-        outputs = self.substituted(seen, read, self.nodes.keys.shape[1])
-        self.store(outputs, place, then)
+        self.store(*self.substituted(seen, read, self.nodes.keys.shape[1]), place, count, then)
 
     def seen_and_read(self, records, then):
         """Returns the products of the newest state with the keys and with the queries of nodes, [`ROWS`, nodes]."""
@@ -234,13 +233,29 @@ class Cta:
         rest, outputs = jax.lax.fori_loop(0, count, take, (rest, outputs))
         return outputs, rest.astype(dtype)
 
-    def store(self, arrays, place, then):
-        """Begins to store outputs and corrected values of nodes."""
-        tiles = self.memory.outputs, self.memory.corrected
-        self.plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        for array, tile in zip(arrays, tiles, strict=True):
-            self.group.store_transposed(tile, array)
-        self.plgpu.commit_smem()
-        for tile, target in zip(tiles, self.targets, strict=True):
-            self.plgpu.copy_smem_to_gmem(tile, target.at[place.sequence, :, place.head, place.channels])
+    def store(self, outputs, corrected, place, count, then):
+        """Begins to store the outputs of nodes, and the corrected values of those that a slot has."""
+        memory, plgpu = self.memory, self.plgpu
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        self.group.store_transposed(memory.outputs, outputs)
+        self.group.store_transposed(memory.corrected, corrected)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(memory.outputs, self.outputs.at[place.sequence, :, place.head, place.channels])
+        self.write_values(place, count)
         then(self.load_nodes)
+
+    def write_values(self, place, count):
+        """Begins to write the corrected values of some nodes into the rows of a slot."""
+        rows, most = self.values.shape[1], self.nodes.keys.shape[1]
+
+        def write(first, size):
+            row = jax.lax.rem(place.position + first, rows)
+            target = self.values.at[place.slot, pl.ds(row, size), place.head, place.channels]
+            self.plgpu.copy_smem_to_gmem(self.memory.corrected.at[pl.ds(first, size)], target)
+
+        for first in range(0, most, UNIT):
+            size = min(UNIT, most - first)
+            is_whole = (first + size <= count) & (jax.lax.rem(place.position + first, rows) + size <= rows)
+            each = lambda node, _: write(node, 1)
+            pl.when(is_whole)(partial(write, first, size))
+            pl.when(~is_whole)(partial(jax.lax.fori_loop, first, jnp.minimum(count, first + size), each, None))

@@ -105,18 +105,20 @@ def verify(
     slots: Int[Array, "batch"],
     lengths: Int[Array, "batch"],
     behind: Float[Array, "batch heads factors"],
+    counts: Int[Array, "batch"],
     nodes: Nodes,
     *,
     interpret: Any = False,
-) -> tuple[Float[Array, "batch nodes heads value_dim"], Float[Array, "batch nodes heads value_dim"]]:
-    """Compute the outputs of nodes in float32, and their corrected values, both padded as `Nodes.tables`.
+) -> tuple[Float[Array, "batch nodes heads value_dim"], Float[Array, "slots rows heads value_dim"]]:
+    """Compute the outputs of nodes in float32, padded as `Nodes.tables`, and write corrected values into the ring's.
 
     Args:
         state: states of all slots [slots, ...].
-        ring: records of all slots, bfloat16.
-        slots: slot of each sequence; the results of one that does not exist are undefined.
+        ring: records of all slots, bfloat16, whose values are overwritten in place if donated.
+        slots: distinct slots of the sequences; the results of one that does not exist are undefined.
         lengths: number of committed tokens.
         behind: `behind_of` the committed tokens behind the state.
+        counts: number of nodes whose values are written behind the committed ones, 0 without a slot.
         nodes: the new tokens.
         interpret: False, or jax's parameters for interpreting the kernel and detecting races.
     """
@@ -127,27 +129,28 @@ def verify(
     ctas = min(items, resident(plgpu, memory) * (multiprocessors() or 1))
 
     def run(group, refs, memory):
-        (state, keys, values, slots, lengths, behind), nodes = refs[:6], Nodes(*refs[6:10])
-        cta = Cta(group, (state, keys, values, behind), memory, nodes, refs[10:])
+        (state, keys, values, slots, lengths, behind, counts), nodes = refs[:7], Nodes(*refs[7:11])
+        cta = Cta(group, (state, keys, values, behind), memory, nodes, refs[11])
         first = jax.lax.axis_index("item")
         cta.load(cta.place(first, slots, lengths))
 
         def verify(index, _):
             item = first + index * ctas
-            following = cta.place(jnp.minimum(item + ctas, items - 1), slots, lengths)
-            cta.verify(cta.place(item, slots, lengths), following, item + ctas < items)
+            place, following = (cta.place(of, slots, lengths) for of in (item, jnp.minimum(item + ctas, items - 1)))
+            cta.verify(place, counts[place.sequence], following, item + ctas < items)
 
         if ctas == items:
-            cta.verify(cta.place(first, slots, lengths))
+            place = cta.place(first, slots, lengths)
+            cta.verify(place, counts[place.sequence])
         else:
             jax.lax.fori_loop(0, jax.lax.div(items - first + (ctas - 1), ctas), verify, None)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    inputs = state, ring.keys, ring.values, slots, lengths, behind, *nodes
-    results = [
-        jax.ShapeDtypeStruct((batch, count, heads, value_dim), dtype) for dtype in (jnp.float32, ring.keys.dtype)
-    ]
-    return tuple(_call(plgpu, run, "gated_delta", ctas, inputs, results, memory, interpret))
+    values = jax.new_ref(ring.values)
+    inputs = state, ring.keys, values, slots, lengths, behind, counts, *nodes
+    results = jax.ShapeDtypeStruct((batch, count, heads, value_dim), jnp.float32)
+    outputs = _call(plgpu, run, "gated_delta", ctas, inputs, results, memory, interpret)
+    return outputs, jax.freeze(values)
 
 
 def _items(state, slots):
