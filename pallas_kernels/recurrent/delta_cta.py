@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.layers.hopper import HEIGHT as ROWS
 from pallas_kernels.recurrent.records import EVERY
+from pallas_kernels.recurrent.substitution import BLOCK, substituted
 from pallas_kernels.recurrent.warpgroup import tiled
 
 UNIT = 8  # nodes are padded to a multiple
@@ -185,7 +186,7 @@ class Cta:
                 pl.when(exists & condition)(lambda: load(following))
 
         seen, read = self.seen_and_read(self.records(), then)
-        self.store(*self.substituted(seen, read, self.nodes.keys.shape[1]), place, count, then)
+        self.store(self.blocks_of(seen, read), place, count, then)
 
     def seen_and_read(self, records, then):
         """Returns the products of the newest state with the keys and with the queries of nodes, [`ROWS`, nodes]."""
@@ -217,28 +218,22 @@ class Cta:
             total = pl.run_scoped(run, self.plgpu.ACC((ROWS, 2 * count), jnp.float32))
         return total[:, :count], total[:, count:]
 
-    def substituted(self, seen, read, count):
-        """Returns the outputs and the corrected values of nodes, [`ROWS`, nodes], of which ``count`` may be tokens."""
+    def blocks_of(self, seen, read):
+        """Returns the outputs and corrected values of one block of nodes after another (`substituted`)."""
         nodes, row = seen.shape[1], lambda index: self.group.per_column(self.memory.tables.at[index])
         self.plgpu.barrier_wait(self.memory.nodes_arrived)
         values = self.group.read_transposed(self.memory.node_values).astype(jnp.float32)
         rest, outputs = values * row(2 * nodes) - seen * row(2 * nodes + 1), read * row(2 * nodes + 2)
-        dtype = self.keys.dtype
+        return substituted(self.group, self.memory.tables, rest, outputs, self.nodes.keys.shape[1])
 
-        def take(node, carry):
-            rest, outputs = carry
-            value = self.group.column(rest, node).astype(dtype).astype(jnp.float32)
-            return rest - value * row(node), outputs + value * row(nodes + node)
-
-        rest, outputs = jax.lax.fori_loop(0, count, take, (rest, outputs))
-        return outputs, rest.astype(dtype)
-
-    def store(self, outputs, corrected, place, count, then):
+    def store(self, blocks, place, count, then):
         """Begins to store the outputs of nodes, and the corrected values of those that a slot has."""
         memory, plgpu = self.memory, self.plgpu
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        self.group.store_transposed(memory.outputs, outputs)
-        self.group.store_transposed(memory.corrected, corrected)
+        for index, (outputs, corrected) in enumerate(blocks):
+            rows = pl.ds(index * BLOCK, BLOCK)
+            self.group.store_transposed(memory.outputs.at[rows], outputs)
+            self.group.store_transposed(memory.corrected.at[rows], corrected)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(memory.outputs, self.outputs.at[place.sequence, :, place.head, place.channels])
         self.write_values(place, count)

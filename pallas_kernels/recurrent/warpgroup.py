@@ -85,10 +85,10 @@ class Warpgroup:
             return jax.lax.broadcasted_iota(jnp.int32, (HEIGHT, columns), axis)
         return self.plgpu.broadcasted_iota(jnp.int32, (HEIGHT, columns), axis, layout=self.layout)
 
-    def column(self, array, index):
-        """Returns one column of an array [`HEIGHT`, n] in registers, in all n columns."""
-        is_column = self.index(1, array.shape[1]) == index
-        values = jnp.sum(jnp.where(is_column, array, 0.0), axis=1)
+    def column(self, array, index, count=None):
+        """Returns one of the first ``count`` columns of an array [`HEIGHT`, n] in registers, in all n columns."""
+        first = array[:, :count]
+        values = jnp.sum(jnp.where(self.index(1, first.shape[1]) == index, first, 0.0), axis=1)
         return jax.lax.broadcast_in_dim(values, array.shape, [0])
 
     def cast(self, array):
