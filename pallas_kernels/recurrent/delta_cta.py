@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,10 +19,10 @@ UNIT = 8  # nodes are padded to a multiple
 COLUMNS = 32  # columns of the state that are in registers at a time
 MOST_RESIDENT = 4  # CTAs that registers of a multiprocessor hold
 MULTIPROCESSOR_BYTES = 228 * 1024  # shared memory of a multiprocessor
-RESERVED_BYTES = 4 * 1024  # shared memory of a CTA besides `Memory`
+RESERVED_BYTES = 4 * 1024  # shared memory of a CTA besides `CtaMemory`
 
 
-class Memory(NamedTuple):
+class CtaMemory(NamedTuple):
     """The shared memory of a CTA; the state, keys and node rows are in blocks of `COLUMNS` columns."""
 
     state: Any  # [blocks, ROWS, COLUMNS]
@@ -63,27 +64,20 @@ def memory_of(plgpu, ring, nodes):
 
 
 def resident(plgpu, memory):
-    """Returns how many CTAs a multiprocessor holds at a time."""
+    """Returns how many CTAs with this memory a multiprocessor holds at a time."""
     arrays = [of for of in memory if not isinstance(of, plgpu.Barrier)]
-    size = sum(map(_bytes, arrays))
+    size = sum(math.prod(of.shape) * jnp.dtype(of.dtype).itemsize for of in arrays)
     return max(1, min(MOST_RESIDENT, MULTIPROCESSOR_BYTES // (size + RESERVED_BYTES)))
 
 
-def _bytes(ref):
-    size = jnp.dtype(ref.dtype).itemsize
-    for count in ref.shape:
-        size *= count
-    return size
-
-
 class Place(NamedTuple):
-    """The part of a state that a CTA computes, and where its records are."""
+    """The piece of a state that a CTA computes, and where its records are."""
 
     sequence: Any
     head: Any
-    part: Any
+    part: Any  # which `ROWS` of the value channels
     slot: Any
-    position: Any
+    position: Any  # a position in the block of records
 
     @property
     def channels(self):
@@ -92,7 +86,11 @@ class Place(NamedTuple):
 
 
 class Cta:
-    """The operations of a CTA on arrays [`ROWS`, n] in registers."""
+    """The loads of a CTA, and its operations on arrays [`ROWS`, n] in registers.
+
+    Nothing here waits for the other warps but `commit_smem` and `wait_smem_to_gmem`: one of them stands between the
+    last read of shared memory and the load or store that overwrites it.
+    """
 
     def __init__(self, group, refs, memory, nodes=None, outputs=None):
         self.group, self.plgpu, self.memory = group, group.plgpu, memory
@@ -101,9 +99,8 @@ class Cta:
         self.blocks = self.state.shape[3] // COLUMNS
 
     def place(self, item, slots, positions):
-        """Returns the place of an item."""
-        (_, heads, value_dim, _) = self.state.shape
-        parts = value_dim // ROWS
+        """Returns the place of an item, a number of a piece of a state."""
+        heads, parts = self.state.shape[1], self.state.shape[2] // ROWS
         sequence, rest = jax.lax.div(item, heads * parts), jax.lax.rem(item, heads * parts)
         return Place(sequence, jax.lax.div(rest, parts), jax.lax.rem(rest, parts), slots[sequence], positions[sequence])
 
@@ -179,7 +176,10 @@ class Cta:
         return state * total + self.group.product(*((part, keys) for part in values))
 
     def verify(self, place, count, following=None, exists=None):
-        """Computes the nodes of a place, of which some are written into the ring, and begins to load those of the following one, if it exists."""
+        """Computes the nodes of a place, and begins to load what is read at the following one, if it exists.
+
+        The corrected values of the first ``count`` nodes are written into the ring.
+        """
 
         def then(load, condition=True):
             if following is not None:
@@ -207,10 +207,11 @@ class Cta:
             return sums[...]
 
         if self.group.interpret:  # the interpreter has no `wgmma` with an operand in registers
-            total = 0.0
+            total = jnp.zeros((ROWS, 2 * count), jnp.float32)
             for block in range(self.blocks):
-                for part in self.group.parts(self.newest(records, block)):
-                    total += self.group.dot(part, rows[block].T)
+                total += sum(
+                    self.group.dot(part, rows[block].T) for part in self.group.parts(self.newest(records, block))
+                )
                 self.plgpu.commit_smem()
                 then(partial(self.load_block, block=block))
             then(self.load_records)
@@ -233,14 +234,14 @@ class Cta:
         for index, (outputs, corrected) in enumerate(blocks):
             rows = pl.ds(index * BLOCK, BLOCK)
             self.group.store_transposed(memory.outputs.at[rows], outputs)
-            self.group.store_transposed(memory.corrected.at[rows], corrected)
+            self.group.store_transposed(memory.corrected.at[rows], corrected, is_tiled=False)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(memory.outputs, self.outputs.at[place.sequence, :, place.head, place.channels])
         self.write_values(place, count)
         then(self.load_nodes)
 
     def write_values(self, place, count):
-        """Begins to write the corrected values of some nodes into the rows of a slot."""
+        """Begins to write the corrected values of the first nodes into the rows of a slot."""
         rows, most = self.values.shape[1], self.nodes.keys.shape[1]
 
         def write(first, size):
@@ -248,9 +249,11 @@ class Cta:
             target = self.values.at[place.slot, pl.ds(row, size), place.head, place.channels]
             self.plgpu.copy_smem_to_gmem(self.memory.corrected.at[pl.ds(first, size)], target)
 
+        def write_each(first, size):
+            jax.lax.fori_loop(first, jnp.minimum(first + size, count), lambda node, _: write(node, 1), None)
+
         for first in range(0, most, UNIT):
             size = min(UNIT, most - first)
             is_whole = (first + size <= count) & (jax.lax.rem(place.position + first, rows) + size <= rows)
-            each = lambda node, _: write(node, 1)
             pl.when(is_whole)(partial(write, first, size))
-            pl.when(~is_whole)(partial(jax.lax.fori_loop, first, jnp.minimum(count, first + size), each, None))
+            pl.when(~is_whole)(partial(write_each, first, size))

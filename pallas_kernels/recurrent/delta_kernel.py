@@ -1,12 +1,13 @@
 """The gated delta rule of a round in one kernel for Hopper GPUs; `gated_delta` has the rule.
 
-A CTA has `ROWS` value channels of the state of one value head of one sequence, in registers. With the records behind
-the state (`record_ring`) it first makes the state at the newest committed token:
+A CTA computes `ROWS` value channels of the state of one value head of one sequence at a time, in registers. With the
+records behind the state (`record_ring`) it first makes the state at the newest committed token:
 
     newest = e^total state + sum over records j of (e^after_j u_j) k_j^T
 
 `fold` stores this. `verify` multiplies it by the keys and queries of all nodes, and substitutes node after node, since
-a node comes after its ancestors.
+a node comes after its ancestors. It has as many CTAs as the GPU holds; each computes one piece of a state after
+another, and loads columns of the next piece as soon as it has read those of the present one.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.layers.hopper import HEIGHT as ROWS
 from pallas_kernels.layers.hopper import multiprocessors
-from pallas_kernels.recurrent.delta_cta import COLUMNS, UNIT, Cta, Memory, memory_of, resident
+from pallas_kernels.recurrent.delta_cta import COLUMNS, UNIT, Cta, CtaMemory, memory_of, resident
 from pallas_kernels.recurrent.record_ring import RecordRing
 from pallas_kernels.recurrent.records import EVERY, SlotStates
 from pallas_kernels.recurrent.warpgroup import Warpgroup, launch
@@ -161,6 +162,9 @@ def _items(state, slots):
 def _call(plgpu, run, name, ctas, inputs, results, memory, interpret):
     """Runs a kernel in some CTAs."""
     group = Warpgroup(plgpu, inputs[1].dtype, interpret)
-    body = lambda refs, *scoped: run(group, refs, Memory(*scoped))
+
+    def of_cta(refs, *scoped):
+        run(group, refs, CtaMemory(*scoped))
+
     options = {"unsafe_no_auto_barriers": True, "reduction_scratch_bytes": 0}
-    return launch(plgpu, body, name, {"item": ctas}, results, memory, inputs, interpret, **options)
+    return launch(plgpu, of_cta, name, {"item": ctas}, results, memory, inputs, interpret, **options)

@@ -105,12 +105,16 @@ class Warpgroup:
             return ref[...].T
         return self.cast(self.plgpu.load(ref.T, layout=self.plgpu.Layout.WGMMA_TRANSPOSED))
 
-    def store_transposed(self, ref, array):
+    def store_transposed(self, ref, array, is_tiled=True):
         """Stores the transposed of an array in shared memory."""
         if self.interpret:
             ref[...] = array.T
-        else:
-            ref.T[...] = self.plgpu.layout_cast(array, self.plgpu.Layout.WGMMA_TRANSPOSED)
+            return
+        array = self.plgpu.layout_cast(array, self.plgpu.Layout.WGMMA_TRANSPOSED)
+        if is_tiled or not hasattr(self.plgpu, "store"):
+            ref.T[...] = array
+        else:  # jax from 0.12 on compiles stores that conflict over banks only if told so
+            self.plgpu.store(ref.T, array, optimized=False)
 
     def parts(self, array):
         """Returns a float32 array as two arrays of the dtype of tokens, high and low."""

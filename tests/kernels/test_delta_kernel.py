@@ -14,7 +14,7 @@ import pytest
 from jspec.core.ancestors import ancestors
 from pallas_kernels.recurrent import delta_rounds
 from pallas_kernels.recurrent.record_ring import RecordRing
-from pallas_kernels.recurrent.records import EVERY, DeltaTokens, Records
+from pallas_kernels.recurrent.records import EVERY, DeltaTokens
 from tests.support.mosaic import interpreted
 
 mosaic = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the Hopper kernel needs jax 0.11")
@@ -29,17 +29,21 @@ def unit(rng: np.random.Generator, *shape: int) -> np.ndarray:
 
 
 def problem(
-    parents: list[int], lengths: list[int], slots: list[int], dims: tuple[int, int] = PUBLISHED
+    parents: list[int],
+    lengths: list[int],
+    slots: list[int],
+    dims: tuple[int, int] = PUBLISHED,
+    all_slots: int = SLOTS,
 ) -> tuple[Any, ...]:
     """Draw states and records of all slots, and the nodes of a round."""
     rng, count, batch, (key_dim, dim) = np.random.default_rng(0), len(parents), len(slots), dims
-    ring = RecordRing.zeros(SLOTS, (KEY_HEADS, HEADS), dims, count, jnp.bfloat16)
+    ring = RecordRing.zeros(all_slots, (KEY_HEADS, HEADS), dims, count, jnp.bfloat16)
     ring = RecordRing(
         jnp.asarray(unit(rng, *ring.keys.shape), jnp.bfloat16),
         jnp.asarray(rng.standard_normal(ring.values.shape), jnp.bfloat16),
         jnp.asarray(-rng.exponential(0.1, ring.decays.shape), jnp.float32),
     )
-    state = jnp.asarray(rng.standard_normal((SLOTS, HEADS, dim, key_dim)) * 0.1, jnp.float32)
+    state = jnp.asarray(rng.standard_normal((all_slots, HEADS, dim, key_dim)) * 0.1, jnp.float32)
     of_token = (batch, HEADS, count)
     new = DeltaTokens(
         jnp.asarray(unit(rng, batch, KEY_HEADS, count, key_dim) * key_dim**-0.5, jnp.bfloat16),
@@ -178,3 +182,19 @@ def test_outputs_and_values_on_a_gpu(count: int, dims: tuple[int, int]) -> None:
     ]
     np.testing.assert_array_equal(folded[0][:2], state[:2])
     assert jnp.abs(folded[0] - folded[1]).max() < 2e-5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [1, 5, 33])
+def test_ctas_that_compute_several_pieces_on_a_gpu(count: int) -> None:
+    rng, batch = np.random.default_rng(1), 150  # 1,200 pieces of states; a GPU holds at most 528 CTAs
+    parents = [-1, *rng.integers(0, np.arange(1, count))] if count > 1 else [-1]
+    lengths, slots = rng.integers(0, 1000, batch).tolist(), rng.permutation(batch).tolist()
+    arguments = problem(parents, lengths, slots, PUBLISHED, batch)
+    got, wanted = (
+        jax.jit(partial(delta_rounds.verify_and_write, implementation=name))(*arguments)
+        for name in ("auto", "reference")
+    )
+    outputs, values = differences(got, wanted)
+    assert outputs < 2e-4 and values < 2**-7
+    expect_only_written(arguments[1], got[1], is_written(arguments[1], slots, lengths, [count] * batch))
