@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,9 +16,6 @@ from pallas_kernels.recurrent.warpgroup import tiled
 
 UNIT = 8  # nodes are padded to a multiple
 COLUMNS = 32  # columns of the state that are in registers at a time
-MOST_RESIDENT = 4  # CTAs that registers of a multiprocessor hold
-MULTIPROCESSOR_BYTES = 228 * 1024  # shared memory of a multiprocessor
-RESERVED_BYTES = 4 * 1024  # shared memory of a CTA besides `CtaMemory`
 
 
 class CtaMemory(NamedTuple):
@@ -63,13 +59,6 @@ def memory_of(plgpu, ring, nodes):
     return memory
 
 
-def resident(plgpu, memory):
-    """Returns how many CTAs with this memory a multiprocessor holds at a time."""
-    arrays = [of for of in memory if not isinstance(of, plgpu.Barrier)]
-    size = sum(math.prod(of.shape) * jnp.dtype(of.dtype).itemsize for of in arrays)
-    return max(1, min(MOST_RESIDENT, MULTIPROCESSOR_BYTES // (size + RESERVED_BYTES)))
-
-
 class Place(NamedTuple):
     """The piece of a state that a CTA computes, and where its records are."""
 
@@ -86,11 +75,7 @@ class Place(NamedTuple):
 
 
 class Cta:
-    """The loads of a CTA, and its operations on arrays [`ROWS`, n] in registers.
-
-    Nothing here waits for the other warps but `commit_smem` and `wait_smem_to_gmem`: one of them stands between the
-    last read of shared memory and the load or store that overwrites it.
-    """
+    """The loads of a CTA, and its operations on arrays [`ROWS`, n] in registers."""
 
     def __init__(self, group, refs, memory, nodes=None, outputs=None):
         self.group, self.plgpu, self.memory = group, group.plgpu, memory
@@ -98,11 +83,10 @@ class Cta:
         self.nodes, self.outputs = nodes, outputs
         self.blocks = self.state.shape[3] // COLUMNS
 
-    def place(self, item, slots, positions):
-        """Returns the place of an item, a number of a piece of a state."""
-        heads, parts = self.state.shape[1], self.state.shape[2] // ROWS
-        sequence, rest = jax.lax.div(item, heads * parts), jax.lax.rem(item, heads * parts)
-        return Place(sequence, jax.lax.div(rest, parts), jax.lax.rem(rest, parts), slots[sequence], positions[sequence])
+    def place(self, slots, positions):
+        """Returns the place of the CTA."""
+        part, head, sequence = (jax.lax.axis_index(name) for name in ("part", "head", "sequence"))
+        return Place(sequence, head, part, slots[sequence], positions[sequence])
 
     def load(self, place):
         """Begins to load all that is read at a place."""
@@ -175,47 +159,28 @@ class Cta:
         keys = self.memory.keys.at[block]
         return state * total + self.group.product(*((part, keys) for part in values))
 
-    def verify(self, place, count, following=None, exists=None):
-        """Computes the nodes of a place, and begins to load what is read at the following one, if it exists.
+    def verify(self, place, count):
+        """Computes the nodes of a place, and writes the corrected values of the first ``count`` into the ring."""
+        seen, read = self.seen_and_read(self.records())
+        self.store(self.blocks_of(seen, read), place, count)
 
-        The corrected values of the first ``count`` nodes are written into the ring.
-        """
-
-        def then(load, condition=True):
-            if following is not None:
-                pl.when(exists & condition)(lambda: load(following))
-
-        seen, read = self.seen_and_read(self.records(), then)
-        self.store(self.blocks_of(seen, read), place, count, then)
-
-    def seen_and_read(self, records, then):
+    def seen_and_read(self, records):
         """Returns the products of the newest state with the keys and with the queries of nodes, [`ROWS`, nodes]."""
-        rows, count, last = self.memory.node_rows, self.nodes.tables.shape[3], self.blocks - 1
-
-        def run(sums):
-            def add(block, _):
-                newest = self.newest(records, block)  # waits for the products before, too
-                self.plgpu.commit_smem()  # all warps have read what is overwritten
-                then(self.load_records, block == 0)
-                then(partial(self.load_block, block=block - 1), block > 0)
-                self.group.multiply(sums, *((part, rows.at[block].T) for part in self.group.parts(newest)))
-
-            jax.lax.fori_loop(0, self.blocks, add, None)
-            self.plgpu.wgmma_wait(0)
-            self.plgpu.commit_smem()
-            then(partial(self.load_block, block=last))
-            return sums[...]
-
+        rows, count = self.memory.node_rows, self.nodes.tables.shape[3]
         if self.group.interpret:  # the interpreter has no `wgmma` with an operand in registers
             total = jnp.zeros((ROWS, 2 * count), jnp.float32)
             for block in range(self.blocks):
-                total += sum(
-                    self.group.dot(part, rows[block].T) for part in self.group.parts(self.newest(records, block))
-                )
-                self.plgpu.commit_smem()
-                then(partial(self.load_block, block=block))
-            then(self.load_records)
+                parts = self.group.parts(self.newest(records, block))
+                total += sum(self.group.dot(part, rows[block].T) for part in parts)
         else:
+
+            def run(sums):
+                for block in range(self.blocks):
+                    newest = self.newest(records, block)  # waits for the products before, too
+                    self.group.multiply(sums, *((part, rows.at[block].T) for part in self.group.parts(newest)))
+                self.plgpu.wgmma_wait(0)
+                return sums[...]
+
             total = pl.run_scoped(run, self.plgpu.ACC((ROWS, 2 * count), jnp.float32))
         return total[:, :count], total[:, count:]
 
@@ -227,10 +192,9 @@ class Cta:
         rest, outputs = values * row(2 * nodes) - seen * row(2 * nodes + 1), read * row(2 * nodes + 2)
         return substituted(self.group, self.memory.tables, rest, outputs, self.nodes.keys.shape[1])
 
-    def store(self, blocks, place, count, then):
-        """Begins to store the outputs of nodes, and the corrected values of those that a slot has."""
+    def store(self, blocks, place, count):
+        """Stores the outputs of nodes, and the corrected values of the first ``count``."""
         memory, plgpu = self.memory, self.plgpu
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for index, (outputs, corrected) in enumerate(blocks):
             rows = pl.ds(index * BLOCK, BLOCK)
             self.group.store_transposed(memory.outputs.at[rows], outputs)
@@ -238,7 +202,7 @@ class Cta:
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(memory.outputs, self.outputs.at[place.sequence, :, place.head, place.channels])
         self.write_values(place, count)
-        then(self.load_nodes)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def write_values(self, place, count):
         """Begins to write the corrected values of the first nodes into the rows of a slot."""

@@ -1,13 +1,13 @@
 """The gated delta rule of a round in one kernel for Hopper GPUs; `gated_delta` has the rule.
 
-A CTA computes `ROWS` value channels of the state of one value head of one sequence at a time, in registers. With the
-records behind the state (`record_ring`) it first makes the state at the newest committed token:
+A CTA has `ROWS` value channels of the state of one value head of one sequence, and takes some columns of it into
+registers after others, as they arrive. With the records behind the state (`record_ring`) it first makes the state at
+the newest committed token:
 
     newest = e^total state + sum over records j of (e^after_j u_j) k_j^T
 
 `fold` stores this. `verify` multiplies it by the keys and queries of all nodes, and substitutes node after node, since
-a node comes after its ancestors. It has as many CTAs as the GPU holds; each computes one piece of a state after
-another, and loads columns of the next piece as soon as it has read those of the present one.
+a node comes after its ancestors.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.layers.hopper import HEIGHT as ROWS
-from pallas_kernels.layers.hopper import multiprocessors
-from pallas_kernels.recurrent.delta_cta import COLUMNS, UNIT, Cta, CtaMemory, memory_of, resident
+from pallas_kernels.recurrent.delta_cta import COLUMNS, UNIT, Cta, CtaMemory, memory_of
 from pallas_kernels.recurrent.record_ring import RecordRing
 from pallas_kernels.recurrent.records import EVERY, SlotStates
 from pallas_kernels.recurrent.warpgroup import Warpgroup, launch
@@ -84,7 +83,7 @@ def fold(
     def run(group, refs, memory):
         state, keys, values, slots, first, behind = refs
         cta = Cta(group, (state, keys, values, behind), memory)
-        place = cta.place(jax.lax.axis_index("item"), slots, first)
+        place = cta.place(slots, first)
 
         @pl.when(place.slot < state.shape[0])
         def _():
@@ -96,7 +95,7 @@ def fold(
 
     states = jax.new_ref(state)
     inputs = states, ring.keys, ring.values, slots, first, behind
-    _call(plgpu, run, "fold_records", _items(state, slots), inputs, (), memory_of(plgpu, ring, 0), interpret)
+    _call(plgpu, run, "fold_records", inputs, (), memory_of(plgpu, ring, 0), interpret)
     return jax.freeze(states)
 
 
@@ -126,45 +125,29 @@ def verify(
     from jax.experimental.pallas import mosaic_gpu as plgpu  # needs absl: imported only where it is used
 
     (batch, _, heads, value_dim), count = nodes.values.shape, nodes.tables.shape[3]
-    memory, items = memory_of(plgpu, ring, count), _items(state, slots)
-    ctas = min(items, resident(plgpu, memory) * (multiprocessors() or 1))
 
     def run(group, refs, memory):
         (state, keys, values, slots, lengths, behind, counts), nodes = refs[:7], Nodes(*refs[7:11])
         cta = Cta(group, (state, keys, values, behind), memory, nodes, refs[11])
-        first = jax.lax.axis_index("item")
-        cta.load(cta.place(first, slots, lengths))
-
-        def verify(index, _):
-            item = first + index * ctas
-            place, following = (cta.place(of, slots, lengths) for of in (item, jnp.minimum(item + ctas, items - 1)))
-            cta.verify(place, counts[place.sequence], following, item + ctas < items)
-
-        if ctas == items:
-            place = cta.place(first, slots, lengths)
-            cta.verify(place, counts[place.sequence])
-        else:
-            jax.lax.fori_loop(0, jax.lax.div(items - first + (ctas - 1), ctas), verify, None)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        place = cta.place(slots, lengths)
+        cta.load(place)
+        cta.verify(place, counts[place.sequence])
 
     values = jax.new_ref(ring.values)
     inputs = state, ring.keys, values, slots, lengths, behind, counts, *nodes
     results = jax.ShapeDtypeStruct((batch, count, heads, value_dim), jnp.float32)
-    outputs = _call(plgpu, run, "gated_delta", ctas, inputs, results, memory, interpret)
+    outputs = _call(plgpu, run, "gated_delta", inputs, results, memory_of(plgpu, ring, count), interpret)
     return outputs, jax.freeze(values)
 
 
-def _items(state, slots):
-    """Returns the number of pieces of states: of each sequence and value head, `ROWS` value channels."""
-    return slots.shape[0] * state.shape[1] * (state.shape[2] // ROWS)
-
-
-def _call(plgpu, run, name, ctas, inputs, results, memory, interpret):
-    """Runs a kernel in some CTAs."""
-    group = Warpgroup(plgpu, inputs[1].dtype, interpret)
+def _call(plgpu, run, name, inputs, results, memory, interpret):
+    """Runs a kernel in a CTA for each sequence, value head and `ROWS` value channels."""
+    group, (_, heads, value_dim, _) = Warpgroup(plgpu, inputs[1].dtype, interpret), inputs[0].shape
 
     def of_cta(refs, *scoped):
         run(group, refs, CtaMemory(*scoped))
 
+    grid = {"part": value_dim // ROWS, "head": heads, "sequence": inputs[3].shape[0]}
+    # A CTA reads what it loads after a barrier, overwrites nothing that it has read, and reduces only within a warp.
     options = {"unsafe_no_auto_barriers": True, "reduction_scratch_bytes": 0}
-    return launch(plgpu, of_cta, name, {"item": ctas}, results, memory, inputs, interpret, **options)
+    return launch(plgpu, of_cta, name, grid, results, memory, inputs, interpret, **options)

@@ -186,8 +186,8 @@ def test_outputs_and_values_on_a_gpu(count: int, dims: tuple[int, int]) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("count", [1, 5, 33])
-def test_ctas_that_compute_several_pieces_on_a_gpu(count: int) -> None:
-    rng, batch = np.random.default_rng(1), 150  # 1,200 pieces of states; a GPU holds at most 528 CTAs
+def test_more_sequences_than_a_gpu_holds_at_a_time(count: int) -> None:
+    rng, batch = np.random.default_rng(1), 150  # 1,200 pieces of states; an H200 holds 528 CTAs
     parents = [-1, *rng.integers(0, np.arange(1, count))] if count > 1 else [-1]
     lengths, slots = rng.integers(0, 1000, batch).tolist(), rng.permutation(batch).tolist()
     arguments = problem(parents, lengths, slots, PUBLISHED, batch)
