@@ -16,6 +16,46 @@ from pallas_kernels.recurrent.record_ring import RecordRing, block_of, states_of
 from pallas_kernels.recurrent.records import DeltaTokens, Records, SlotStates
 
 
+def verify_and_write(
+    state: SlotStates,
+    ring: RecordRing,
+    slots: Int[Array, "batch"],
+    lengths: Int[Array, "batch"],
+    new: DeltaTokens,
+    seen: Bool[Array, "batch tokens tokens"],
+    written: Bool[Array, "batch tokens"],
+    *,
+    implementation: Implementation = "auto",
+    deterministic: bool = False,
+) -> tuple[Float[Array, "batch heads tokens value_dim"], RecordRing]:
+    """Compute the outputs of the tokens of a round, and write their records into the ring behind the committed ones.
+
+    The kernel takes up to `MOST_NODES` tokens a sequence; more of them, and deterministic ones, take the reference.
+
+    Args:
+        state: states of all slots, each after its last multiple of `EVERY` committed tokens.
+        ring: records of all slots.
+        slots: distinct slots of the sequences; the results of one that does not exist are undefined.
+        lengths: number of committed tokens of each sequence.
+        new: inputs of the new tokens.
+        seen: which tokens each token follows in its tree, itself included.
+        written: tokens whose records are written; those of a sequence come before its others.
+        implementation: as in `dispatch`.
+        deterministic: compute token after token, so that bits depend neither on the rounds nor on the tree.
+    """
+
+    def reference(*arguments: Any) -> tuple[Array, RecordRing]:
+        *inputs, written = arguments
+        outputs, records = verify_round(*inputs, deterministic=deterministic)
+        _, ring, slots, lengths, *_ = inputs
+        return outputs, ring.written(*_targets(ring, slots, lengths, written), records)
+
+    arguments = state, ring, slots, lengths, new, seen, written
+    if deterministic or new.decays.shape[2] > MOST_NODES or not has_kernel(ring):
+        return reference(*arguments)
+    return choose_compiled(implementation, _verify, reference, *arguments)
+
+
 def verify_round(
     state: SlotStates,
     ring: RecordRing,
@@ -24,33 +64,20 @@ def verify_round(
     new: DeltaTokens,
     seen: Bool[Array, "batch tokens tokens"],
     *,
-    implementation: Implementation = "auto",
     deterministic: bool = False,
 ) -> tuple[Float[Array, "batch heads tokens value_dim"], Records]:
-    """Compute the outputs of the tokens of a round and their records, as `gated_delta.verify` does.
+    """Compute the outputs of the tokens of a round and their records by `gated_delta.verify`, without a kernel.
 
-    The kernel takes up to `MOST_NODES` tokens a sequence; more of them, and deterministic ones, take the reference.
-
-    Args:
-        state: states of all slots, each after its last multiple of `EVERY` committed tokens.
-        ring: records of all slots.
-        slots: slot of each sequence; the results of one that does not exist are undefined.
-        lengths: number of committed tokens of each sequence.
-        new: inputs of the new tokens.
-        seen: which tokens each token follows in its tree, itself included.
-        implementation: as in `dispatch`.
-        deterministic: compute token after token, so that bits depend neither on the rounds nor on the tree.
+    The arguments are those of `verify_and_write`.
     """
+    before = states_of(state, slots), ring.window(slots, lengths)
+    return gated_delta.verify(*before, new, seen, deterministic=deterministic)
 
-    def reference(*arguments: Any) -> tuple[Array, Records]:
-        state, ring, slots, lengths, new, seen = arguments
-        before = states_of(state, slots), ring.window(slots, lengths)
-        return gated_delta.verify(*before, new, seen, deterministic=deterministic)
 
-    arguments = state, ring, slots, lengths, new, seen
-    if deterministic or new.decays.shape[2] > MOST_NODES or not has_kernel(ring):
-        return reference(*arguments)
-    return choose_compiled(implementation, _verify, reference, *arguments)
+def _targets(ring: RecordRing, slots: Array, lengths: Array, written: Array) -> tuple[Array, Array]:
+    """Return the slot of each token that is written, and its position."""
+    nowhere = ring.decays.shape[0]
+    return jnp.where(written, slots[:, None], nowhere), lengths[:, None] + jnp.arange(written.shape[1])
 
 
 def fold_round(
@@ -97,16 +124,27 @@ def _fold(state: SlotStates, ring: RecordRing, slots: Array, first: Array, *, in
 
 
 def _verify(
-    state: SlotStates, ring: RecordRing, slots: Array, lengths: Array, new: DeltaTokens, seen: Array, *, interpret: Any
-) -> tuple[Array, Records]:
+    state: SlotStates,
+    ring: RecordRing,
+    slots: Array,
+    lengths: Array,
+    new: DeltaTokens,
+    seen: Array,
+    written: Array,
+    *,
+    interpret: Any,
+) -> tuple[Array, RecordRing]:
     position = block_of(lengths)
     behind = behind_of(ring.decays_at(slots, position), (position < lengths[:, None])[:, None])
-    nodes = nodes_of(new, seen)
-    outputs, corrected = delta_kernel.verify(state, ring, slots, lengths, behind, nodes, interpret=interpret)
+    counts = jnp.where(slots < ring.decays.shape[0], jnp.sum(written, axis=1, dtype=jnp.int32), 0)
+    outputs, values = delta_kernel.verify(
+        state, ring, slots, lengths, behind, counts, nodes_of(new, seen), interpret=interpret
+    )
     # Rows are written after the kernel has read the ring: else the ring is copied.
-    outputs, corrected, keys, decays = jax.lax.optimization_barrier((outputs, corrected, new.keys, new.decays))
-    outputs, corrected = (jnp.swapaxes(of[:, : new.decays.shape[2]], 1, 2) for of in (outputs, corrected))
-    return outputs, Records(keys, corrected, decays)
+    outputs, values, new = jax.lax.optimization_barrier((outputs, values, new))
+    records = Records(new.keys, new.values, new.decays)
+    ring = ring._replace(values=values).with_keys_and_decays(*_targets(ring, slots, lengths, written), records)
+    return jnp.swapaxes(outputs[:, : new.decays.shape[2]], 1, 2), ring
 
 
 def nodes_of(new: DeltaTokens, seen: Bool[Array, "batch tokens tokens"]) -> Nodes:

@@ -16,7 +16,8 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.layers.hopper import HEIGHT
-from pallas_kernels.recurrent.delta_kernel import UNIT, Nodes
+from pallas_kernels.recurrent.delta_cta import UNIT
+from pallas_kernels.recurrent.delta_kernel import Nodes
 from pallas_kernels.recurrent.record_ring import RecordRing
 from pallas_kernels.recurrent.warpgroup import Warpgroup, launch, tiled
 
@@ -91,7 +92,7 @@ def prepare(
     kept = [jax.new_ref(array) for array in (ring.keys, ring.decays, inputs)]
     grid = {"head": key_heads, "sequence": batch}
     keys, queries, values, tables = launch(
-        plgpu, run, "delta_inputs", grid, out, memory, (*rows, weight, *kept), interpret, has_barriers=True
+        plgpu, run, "delta_inputs", grid, out, memory, (*rows, weight, *kept), interpret, unsafe_no_auto_barriers=True
     )
     new_keys, decays, inputs = map(jax.freeze, kept)
     keys, queries = (of.reshape(batch, stored, key_heads, key_dim) for of in (keys, queries))

@@ -23,7 +23,7 @@ def tiled(plgpu, shape, dtype, columns=None):
     return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, columns)), swizzle))
 
 
-def launch(plgpu, run, name, grid, out, memory, inputs, interpret, *, has_barriers=False):
+def launch(plgpu, run, name, grid, out, memory, inputs, interpret, **options):
     """Runs a kernel with one warpgroup for each place of a grid.
 
     Args:
@@ -35,7 +35,7 @@ def launch(plgpu, run, name, grid, out, memory, inputs, interpret, *, has_barrie
         memory: pieces of shared memory.
         inputs: arrays, or references to arrays that are changed in place.
         interpret: False, or jax's parameters for interpreting the kernel and detecting races.
-        has_barriers: whether the function has the barriers between stores and loads itself, else each store has some.
+        options: more of Mosaic GPU's compiler parameters.
     """
 
     def entry(*refs):
@@ -50,9 +50,7 @@ def launch(plgpu, run, name, grid, out, memory, inputs, interpret, *, has_barrie
         thread_name="warpgroup",
         kernel_name=name,
         compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
-            approx_math=False,
-            unsafe_no_auto_barriers=has_barriers,
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=False, **options
         ),
         interpret=interpret,
     )(*inputs)
@@ -87,10 +85,10 @@ class Warpgroup:
             return jax.lax.broadcasted_iota(jnp.int32, (rows, columns), axis)
         return self.plgpu.broadcasted_iota(jnp.int32, (rows, columns), axis, layout=layout or self.layout)
 
-    def column(self, array, index):
-        """Returns one column of an array [`HEIGHT`, n] in registers, in all n columns."""
-        is_column = self.index(1, array.shape[1]) == index
-        values = jnp.sum(jnp.where(is_column, array, 0.0), axis=1)
+    def column(self, array, index, count=None):
+        """Returns one of the first ``count`` columns of an array [`HEIGHT`, n] in registers, in all n columns."""
+        first = array[:, :count]
+        values = jnp.sum(jnp.where(self.index(1, first.shape[1]) == index, first, 0.0), axis=1)
         return jax.lax.broadcast_in_dim(values, array.shape, [0])
 
     def cast(self, array):
@@ -107,12 +105,16 @@ class Warpgroup:
             return ref[...].T
         return self.cast(self.plgpu.load(ref.T, layout=self.plgpu.Layout.WGMMA_TRANSPOSED))
 
-    def store_transposed(self, ref, array):
+    def store_transposed(self, ref, array, is_tiled=True):
         """Stores the transposed of an array in shared memory."""
         if self.interpret:
             ref[...] = array.T
-        else:
-            ref.T[...] = self.plgpu.layout_cast(array, self.plgpu.Layout.WGMMA_TRANSPOSED)
+            return
+        array = self.plgpu.layout_cast(array, self.plgpu.Layout.WGMMA_TRANSPOSED)
+        if is_tiled or not hasattr(self.plgpu, "store"):
+            ref.T[...] = array
+        else:  # jax from 0.12 on compiles stores that conflict over banks only if told so
+            self.plgpu.store(ref.T, array, optimized=False)
 
     def parts(self, array):
         """Returns a float32 array as two arrays of the dtype of tokens, high and low."""

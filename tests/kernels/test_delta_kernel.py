@@ -14,7 +14,7 @@ import pytest
 from jspec.core.ancestors import ancestors
 from pallas_kernels.recurrent import delta_rounds
 from pallas_kernels.recurrent.record_ring import RecordRing
-from pallas_kernels.recurrent.records import EVERY, DeltaTokens, Records
+from pallas_kernels.recurrent.records import EVERY, DeltaTokens
 from tests.support.mosaic import interpreted
 
 mosaic = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the Hopper kernel needs jax 0.11")
@@ -29,17 +29,21 @@ def unit(rng: np.random.Generator, *shape: int) -> np.ndarray:
 
 
 def problem(
-    parents: list[int], lengths: list[int], slots: list[int], dims: tuple[int, int] = PUBLISHED
+    parents: list[int],
+    lengths: list[int],
+    slots: list[int],
+    dims: tuple[int, int] = PUBLISHED,
+    all_slots: int = SLOTS,
 ) -> tuple[Any, ...]:
     """Draw states and records of all slots, and the nodes of a round."""
     rng, count, batch, (key_dim, dim) = np.random.default_rng(0), len(parents), len(slots), dims
-    ring = RecordRing.zeros(SLOTS, (KEY_HEADS, HEADS), dims, count, jnp.bfloat16)
+    ring = RecordRing.zeros(all_slots, (KEY_HEADS, HEADS), dims, count, jnp.bfloat16)
     ring = RecordRing(
         jnp.asarray(unit(rng, *ring.keys.shape), jnp.bfloat16),
         jnp.asarray(rng.standard_normal(ring.values.shape), jnp.bfloat16),
         jnp.asarray(-rng.exponential(0.1, ring.decays.shape), jnp.float32),
     )
-    state = jnp.asarray(rng.standard_normal((SLOTS, HEADS, dim, key_dim)) * 0.1, jnp.float32)
+    state = jnp.asarray(rng.standard_normal((all_slots, HEADS, dim, key_dim)) * 0.1, jnp.float32)
     of_token = (batch, HEADS, count)
     new = DeltaTokens(
         jnp.asarray(unit(rng, batch, KEY_HEADS, count, key_dim) * key_dim**-0.5, jnp.bfloat16),
@@ -49,36 +53,52 @@ def problem(
         jnp.asarray(rng.random(of_token), jnp.float32),
     )
     seen = jnp.asarray(ancestors(np.broadcast_to(np.array(parents, np.int32), (batch, count))))
-    return state, ring, jnp.array(slots), jnp.array(lengths), new, seen
+    return state, ring, jnp.array(slots), jnp.array(lengths), new, seen, jnp.ones((batch, count), bool)
 
 
 def differences(
-    got: tuple[Any, Records], wanted: tuple[Any, Records], rows: slice = slice(None)
+    got: tuple[Any, RecordRing], wanted: tuple[Any, RecordRing], rows: slice = slice(None)
 ) -> tuple[float, float]:
-    """Return the largest difference of an output, and the largest of a value relative to the largest value."""
-    values = [np.asarray(of[1].values[rows], np.float64) for of in (got, wanted)]
+    """Return the largest difference of an output, and the largest of a ring's value relative to the largest value."""
+    values = [np.asarray(of[1].values, np.float64) for of in (got, wanted)]
     outputs = np.abs(np.asarray(got[0][rows]) - np.asarray(wanted[0][rows])).max()
     return float(outputs), float(np.abs(values[0] - values[1]).max() / np.abs(values[1]).max())
+
+
+def is_written(ring: RecordRing, slots: list[int], lengths: list[int], counts: list[int]) -> np.ndarray:
+    """Return which rows of the slots a round writes."""
+    rows = np.zeros(ring.decays.shape[:2], bool)
+    for slot, length, count in zip(slots, lengths, counts, strict=True):
+        rows[slot, [position % ring.rows for position in range(length, length + count)]] = True
+    return rows
+
+
+def expect_only_written(before: RecordRing, after: RecordRing, rows: np.ndarray) -> None:
+    """Fail if a row outside of ``rows`` has changed, or one of them has not."""
+    for old, new in zip(before, after, strict=True):
+        changed = np.any(np.asarray(old != new), axis=tuple(range(2, old.ndim)))
+        np.testing.assert_array_equal(changed, rows)
 
 
 @mosaic
 @pytest.mark.parametrize(
     ("parents", "lengths", "dims"),
-    [([-1], [40, 71], PUBLISHED), ([-1, 0, 1, 2, 3], [32, 63], PUBLISHED), (TREE, [5, 66], OTHER)],
+    [([-1], [40, 71], PUBLISHED), ([-1, 0, 1, 2, 3], [32, 63], PUBLISHED), (TREE, [5, 60], OTHER)],
     ids=["plain", "chain", "tree"],
 )
-def test_outputs_and_values_of_nodes(parents: list[int], lengths: list[int], dims: tuple[int, int]) -> None:
+def test_outputs_and_records_of_nodes(parents: list[int], lengths: list[int], dims: tuple[int, int]) -> None:
     arguments = problem(parents, lengths, [2, 0], dims)
-    wanted = delta_rounds.verify_round(*arguments, implementation="reference")
+    wanted = delta_rounds.verify_and_write(*arguments, implementation="reference")
     got = interpreted(delta_rounds._verify, *arguments)
     outputs, values = differences(got, wanted)
     assert np.abs(wanted[0]).max() > 0.03
     assert outputs < 2e-5
     assert values < 2**-7, "a value may round to the other neighbour"
-    state, ring, slots, lengths_, new, seen = arguments
+    expect_only_written(arguments[1], got[1], is_written(arguments[1], [2, 0], lengths, [len(parents)] * 2))
+    state, ring, slots, lengths_, new, seen, written = arguments
     wrong = {
-        "a record less": (state, ring, slots, lengths_ - 1, new, seen),
-        "another slot": (state, ring, slots[::-1], lengths_, new, seen),
+        "a record less": (state, ring, slots, lengths_ - 1, new, seen, written),
+        "another slot": (state, ring, slots[::-1], lengths_, new, seen, written),
         "no ancestors": (
             state,
             ring,
@@ -86,19 +106,25 @@ def test_outputs_and_values_of_nodes(parents: list[int], lengths: list[int], dim
             lengths_,
             new,
             jnp.broadcast_to(jnp.eye(len(parents), dtype=bool), seen.shape),
+            written,
         ),
     }
     for name, changed in wrong.items():
         if len(parents) > 1 or name != "no ancestors":
-            other = delta_rounds.verify_round(*changed, implementation="reference")
+            other = delta_rounds.verify_and_write(*changed, implementation="reference")
             assert differences(got, other)[0] > 1e-3, name
 
 
 @mosaic
-def test_a_row_without_a_slot_changes_no_other_row() -> None:
-    arguments = problem([-1, 0], [40, 71], [1, SLOTS])
-    wanted = delta_rounds.verify_round(*arguments, implementation="reference")
-    assert differences(interpreted(delta_rounds._verify, *arguments), wanted, slice(1))[0] < 2e-5
+def test_only_rows_of_slots_and_of_written_tokens_change() -> None:
+    *arguments, written = problem(list(range(-1, 9)), [40, 71, 60], [1, SLOTS, 0])
+    written = written.at[2, 9:].set(False)
+    wanted = delta_rounds.verify_and_write(*arguments, written, implementation="reference")
+    got = interpreted(delta_rounds._verify, *arguments, written)
+    for rows in (slice(1), slice(2, 3)):
+        outputs, values = differences(got, wanted, rows)
+        assert outputs < 2e-5 and values < 2**-7
+    expect_only_written(arguments[1], got[1], is_written(arguments[1], [1, 0], [40, 60], [10, 9]))
 
 
 @mosaic
@@ -123,8 +149,8 @@ def test_kernels_compiled_for_h200_spill_nothing(count: int, compile_with_ptxas_
     arguments = jax.eval_shape(lambda: problem(parents, [40, 71], [2, 0]))
 
     @jax.jit
-    def run(state: Any, ring: Any, slots: Any, lengths: Any, new: Any, seen: Any) -> Any:
-        outputs, _ = delta_rounds.verify_round(state, ring, slots, lengths, new, seen)
+    def run(state: Any, ring: Any, slots: Any, lengths: Any, new: Any, seen: Any, written: Any) -> Any:
+        outputs, _ = delta_rounds.verify_and_write(state, ring, slots, lengths, new, seen, written)
         return outputs, delta_rounds.fold_round(state, ring, slots, lengths)
 
     program, printed = compile_with_ptxas_output(run, *arguments)
@@ -141,7 +167,8 @@ def test_outputs_and_values_on_a_gpu(count: int, dims: tuple[int, int]) -> None:
     arguments = problem(parents, [40, 71], [2, 0], dims)
     assert delta_rounds.has_kernel(arguments[1])
     got, wanted = (
-        jax.jit(partial(delta_rounds.verify_round, implementation=name))(*arguments) for name in ("auto", "reference")
+        jax.jit(partial(delta_rounds.verify_and_write, implementation=name))(*arguments)
+        for name in ("auto", "reference")
     )
     outputs, values = differences(got, wanted)
     assert outputs < 2e-4, "a value may round to the other neighbour"
@@ -155,3 +182,19 @@ def test_outputs_and_values_on_a_gpu(count: int, dims: tuple[int, int]) -> None:
     ]
     np.testing.assert_array_equal(folded[0][:2], state[:2])
     assert jnp.abs(folded[0] - folded[1]).max() < 2e-5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [1, 5, 33])
+def test_more_sequences_than_a_gpu_holds_at_a_time(count: int) -> None:
+    rng, batch = np.random.default_rng(1), 150  # 1,200 pieces of states; an H200 holds 528 CTAs
+    parents = [-1, *rng.integers(0, np.arange(1, count))] if count > 1 else [-1]
+    lengths, slots = rng.integers(0, 1000, batch).tolist(), rng.permutation(batch).tolist()
+    arguments = problem(parents, lengths, slots, PUBLISHED, batch)
+    got, wanted = (
+        jax.jit(partial(delta_rounds.verify_and_write, implementation=name))(*arguments)
+        for name in ("auto", "reference")
+    )
+    outputs, values = differences(got, wanted)
+    assert outputs < 2e-4 and values < 2**-7
+    expect_only_written(arguments[1], got[1], is_written(arguments[1], slots, lengths, [count] * batch))

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jspec.core.records import PromptBatch, TokenBatch
 from jspec.models.parts.conv_state import input_places
@@ -14,7 +14,8 @@ from jspec.models.parts.delta_state import DeltaState, Outputs
 from jspec.models.parts.slot_rows import ancestor_mask
 from pallas_kernels.layers.hopper import HEIGHT
 from pallas_kernels.recurrent import delta_kernel, inputs_kernel
-from pallas_kernels.recurrent.delta_kernel import MOST_NODES, UNIT, behind_of
+from pallas_kernels.recurrent.delta_cta import UNIT
+from pallas_kernels.recurrent.delta_kernel import MOST_NODES, behind_of
 from pallas_kernels.recurrent.delta_rounds import has_kernel
 from pallas_kernels.recurrent.inputs_kernel import BLOCK, NodeRows
 from pallas_kernels.recurrent.record_ring import block_of
@@ -61,17 +62,10 @@ def run_nodes(
     behind, projected = jax.lax.optimization_barrier((behind, projected))
     rows = _node_rows(projected, rates, decays, weight.shape[1], state.slots, batch)
     nodes, ring, inputs = inputs_kernel.prepare(rows, weight, ring, state.inputs.inputs, interpret=interpret)
-    outputs, corrected = delta_kernel.verify(state.state, ring, slots, lengths, behind, nodes, interpret=interpret)
-    outputs, corrected = jax.lax.optimization_barrier((outputs, corrected))
-    count = projected.shape[1]
-    place = jnp.where(batch.valid, slots[:, None], state.slots), _rows_of(batch) % ring.rows
-    ring = ring._replace(values=ring.values.at[place].set(corrected[:, :count], mode="drop"))
-    state = state._replace(records=ring, inputs=state.inputs._replace(inputs=inputs))
-    return jnp.swapaxes(outputs[:, :count], 1, 2), state
-
-
-def _rows_of(batch: TokenBatch) -> Int[Array, "batch tokens"]:
-    return batch.first_row[:, None] + jnp.arange(batch.tokens.shape[1])
+    counts = jnp.where(slots < state.slots, jnp.sum(batch.valid, axis=1, dtype=jnp.int32), 0)
+    outputs, values = delta_kernel.verify(state.state, ring, slots, lengths, behind, counts, nodes, interpret=interpret)
+    state = state._replace(records=ring._replace(values=values), inputs=state.inputs._replace(inputs=inputs))
+    return jnp.swapaxes(outputs[:, : projected.shape[1]], 1, 2), state
 
 
 def _node_rows(projected: Array, rates: Array, decays: Array, taps: int, slots: int, batch: TokenBatch) -> NodeRows:

@@ -22,7 +22,7 @@ from jspec.models.parts.conv_state import ConvState
 from jspec.models.parts.kv_pool import PoolShape
 from jspec.models.parts.slot_rows import ancestor_mask, is_token, move_slot_rows
 from pallas_kernels.layers.hopper import choose_compiled
-from pallas_kernels.recurrent.delta_rounds import fold_round, has_kernel, verify_round
+from pallas_kernels.recurrent.delta_rounds import fold_round, has_kernel, verify_and_write
 from pallas_kernels.recurrent.gated_delta import chunk_of, fold, run_chunk, verify
 from pallas_kernels.recurrent.record_ring import RecordRing, states_of
 from pallas_kernels.recurrent.records import EVERY, DeltaTokens, Records
@@ -125,12 +125,10 @@ def run_tokens(state: DeltaState, new: DeltaTokens, batch: TokenBatch) -> tuple[
         return _run_prompts(state, new, batch)
     assert batch.slots is not None, "rounds have slots"
     slots, lengths = batch.slots, batch.first_row
-    outputs, records = verify_round(
-        state.state, state.records, slots, lengths, new, ancestor_mask(batch), **batch.numerics.options
+    outputs, records = verify_and_write(
+        state.state, state.records, slots, lengths, new, ancestor_mask(batch), batch.valid, **batch.numerics.options
     )
-    slots = jnp.where(batch.valid, batch.slots[:, None], state.slots)
-    position = batch.first_row[:, None] + jnp.arange(batch.tokens.shape[1])
-    return outputs, state._replace(records=state.records.written(slots, position, records))
+    return outputs, state._replace(records=records)
 
 
 def _run_prompts(state: DeltaState, new: DeltaTokens, batch: PromptBatch) -> tuple[Outputs, DeltaState]:
