@@ -14,7 +14,7 @@ import pytest
 from jspec.core.numerics import Numerics
 from jspec.core.records import PromptBatch
 from jspec.models.parts.conv_state import ConvState
-from jspec.models.parts.delta_prompts import has_kernel, run_prompts
+from jspec.models.parts.delta_prompts import has_kernel, most_chunks, run_prompts
 from jspec.models.parts.delta_state import DeltaState, run_tokens
 from jspec.models.parts.kv_pool import PoolShape
 from pallas_kernels.recurrent.records import DeltaTokens
@@ -167,6 +167,20 @@ def test_results_in_bfloat16_differ_from_the_reference_by_its_rounding() -> None
     given = problem("starts off a block", "bfloat16")
     differences = by_kernels(*given).differences(by_blocks(*given))
     assert max(differences.values()) < 2**-7, differences
+
+
+@pytest.mark.parametrize("rows", [8, 16])
+@pytest.mark.parametrize("pieces", [1, 3, 8])
+def test_no_division_of_blocks_among_pieces_has_more_chunks_than_the_tables(rows: int, pieces: int) -> None:
+    """Pieces begin up to 31 tokens behind a state; the largest number of chunks by trying all divisions."""
+
+    def chunks(blocks: int) -> int:
+        return -(-(blocks * rows + 31) // 64) if blocks else 0
+
+    most = [0] * 33  # by number of blocks
+    for _ in range(pieces):
+        most = [max(most[rest] + chunks(blocks - rest) for rest in range(blocks + 1)) for blocks in range(33)]
+    assert [most_chunks(blocks, rows, pieces) for blocks in range(1, 33)] == most[1:]
 
 
 @pytest.mark.gpu

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from convert.fields import CheckpointError
 from convert.huggingface import MapRow
-from jspec.core.records import TokenBatch
+from jspec.core.records import PromptBatch, TokenBatch
 from jspec.models.mixers.mixer import Mixer
 from jspec.models.mixers.short_conv import squeezed_taps
 from jspec.models.parts.checks import check_divided, positive_values
@@ -147,7 +147,9 @@ class GatedDelta(Mixer):
         gates = batch.unpack(small_product(x, layer.gates, batch.numerics)[None])[0]
         outputs, state = self._run(layer, projected, gates, state, batch)
         outputs, gate = jnp.swapaxes(outputs, 1, 2), projected[..., self.conv_size :]
-        return batch.pack(by_token(partial(self._gated, layer, eps, dtype), batch.numerics, outputs, gate)), state
+        apart = isinstance(batch, PromptBatch) and not batch.deterministic
+        gated = partial(self._gated, layer, eps, dtype, apart)
+        return batch.pack(by_token(gated, batch.numerics, outputs, gate)), state
 
     def _run(
         self, layer: LayerWeights, projected: Array, gates: Array, state: DeltaState, batch: TokenBatch
@@ -194,13 +196,23 @@ class GatedDelta(Mixer):
         layer: LayerWeights,
         eps: float,
         dtype: Any,
+        apart: bool,
         outputs: Float[Array, "*rows heads value_dim"],
         gate: Float[Array, "*rows channels"],
     ) -> Float[Array, "*rows channels"]:
-        """Return the normed outputs of all heads times the output gate."""
+        """Return the normed outputs of all heads times the output gate.
+
+        Args:
+            layer, eps, dtype: as for `Mixer.mix`.
+            apart: compute the factors of the norm before all else, so that no array of float32 is written to memory.
+            outputs: outputs of the rule, float32.
+            gate: the output gate.
+        """
         assert layer.delta_norm is not None
-        mean = jnp.mean(outputs**2, axis=-1, keepdims=True)
-        normed = (outputs * jax.lax.rsqrt(mean + eps) * layer.delta_norm).reshape(gate.shape)
+        factor = jax.lax.rsqrt(jnp.mean(outputs**2, axis=-1, keepdims=True) + eps)
+        if apart:
+            factor = jax.lax.optimization_barrier(factor)
+        normed = (outputs * factor * layer.delta_norm).reshape(gate.shape)
         return (normed * jax.nn.silu(gate.astype(jnp.float32))).astype(dtype)
 
     def describe(self) -> dict[str, str]:
