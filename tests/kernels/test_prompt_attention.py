@@ -96,16 +96,19 @@ def test_prompt_kernel_interpreted_matches_paged_attention_with_nan_in_unseen_ro
 
 
 @mosaic
-@pytest.mark.parametrize("wrong", ["swapped tables", "first row", "window"])
+@pytest.mark.parametrize("wrong", ["swapped tables", "first row", "window", "sequence"])
 def test_prompt_kernel_interpreted_with_a_wrong_argument_differs(wrong: str) -> None:
-    """The controls of the test above: it fails if the kernel uses another block's table, row or window."""
+    """The controls of the test above: it fails if the kernel uses another block's table, row, window or sequence."""
     window = 90 if wrong == "window" else None
-    arrays, is_real = problem([(64, 16), (64, 16)])
+    sizes = {"group": 2, "dim": 256} if wrong == "sequence" else {}  # two blocks in a warpgroup
+    arrays, is_real = problem([(64, 16), (64, 16)], **sizes)
     right = wanted(arrays, window)[is_real]
     if wrong == "swapped tables":
         arrays[3] = arrays[3][::-1]
     if wrong == "first row":
         arrays[4] = arrays[4] - 1
+    if wrong == "sequence":
+        arrays[5] = arrays[5].at[:2].set(0)
     got = interpreted(arrays, window=None if wrong != "window" else 60)
     assert np.abs(got[is_real] - right).max() > 0.1
 

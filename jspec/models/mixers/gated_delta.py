@@ -147,8 +147,7 @@ class GatedDelta(Mixer):
         gates = batch.unpack(small_product(x, layer.gates, batch.numerics)[None])[0]
         outputs, state = self._run(layer, projected, gates, state, batch)
         outputs, gate = jnp.swapaxes(outputs, 1, 2), projected[..., self.conv_size :]
-        apart = isinstance(batch, PromptBatch) and not batch.deterministic
-        gated = partial(self._gated, layer, eps, dtype, apart)
+        gated = partial(self._gated, layer, eps, dtype, _is_apart(batch))
         return batch.pack(by_token(gated, batch.numerics, outputs, gate)), state
 
     def _run(
@@ -159,7 +158,9 @@ class GatedDelta(Mixer):
 
         def reference(projected: Array, gates: Array, state: DeltaState, batch: TokenBatch) -> Any:
             taps, inputs = taps_of(state.inputs, projected[..., : self.conv_size], self.taps, batch)
-            new = by_token(partial(self._tokens, layer, state.records.keys.dtype), numerics, taps, gates)
+            new = by_token(
+                partial(self._tokens, layer, state.records.keys.dtype, _is_apart(batch)), numerics, taps, gates
+            )
             new = DeltaTokens(*(jnp.swapaxes(rows, 1, 2) for rows in new))
             return run_tokens(state._replace(inputs=inputs), new, batch)
 
@@ -180,11 +181,21 @@ class GatedDelta(Mixer):
         return jax.nn.sigmoid(rates), jax.nn.softplus(decays + layer.dt_bias) * -jnp.exp(layer.a_log)
 
     def _tokens(
-        self, layer: LayerWeights, dtype: Any, taps: Float[Array, "*rows taps channels"], gates: Array
+        self, layer: LayerWeights, dtype: Any, apart: bool, taps: Float[Array, "*rows taps channels"], gates: Array
     ) -> DeltaTokens:
-        """Return the inputs of the rule, [*rows, heads, ...], from inputs of the convolution, and rates and decays."""
+        """Return the inputs of the rule, [*rows, heads, ...], from inputs of the convolution, and rates and decays.
+
+        Args:
+            layer: weights of the layer.
+            dtype: dtype of queries, keys and values.
+            apart: round the sums of the convolution to ``dtype``, and write them to memory before heads are normed.
+            taps: inputs of the convolution.
+            gates: sums of rates, then those of decays, [*rows, 2 heads].
+        """
         assert layer.conv is not None
         mixed = jax.nn.silu(convolved(taps, layer.conv))
+        if apart:
+            mixed = jax.lax.optimization_barrier(mixed.astype(dtype)).astype(jnp.float32)
         q, k, v = jnp.split(mixed, (self.key_size, 2 * self.key_size), axis=-1)
         q, k = (_unit(_heads(rows, self.key_heads)) for rows in (q, k))
         rates, decays = self._rates_and_decays(layer, gates)
@@ -204,7 +215,7 @@ class GatedDelta(Mixer):
 
         Args:
             layer, eps, dtype: as for `Mixer.mix`.
-            apart: compute the factors of the norm before all else, so that no array of float32 is written to memory.
+            apart: write the factors of the norm to memory before all else.
             outputs: outputs of the rule, float32.
             gate: the output gate.
         """
@@ -219,6 +230,11 @@ class GatedDelta(Mixer):
         """Describe heads and taps; `Mixer.describe`."""
         heads = f"{self.key_heads} key heads of {self.key_dim}, {self.value_heads} value heads of {self.value_dim}"
         return {"gated delta net": f"{heads} channels, {self.taps} taps"}
+
+
+def _is_apart(batch: TokenBatch) -> bool:
+    """Return whether arrays are written between steps of many tokens; XLA would write float32, or compute twice."""
+    return isinstance(batch, PromptBatch) and not batch.deterministic
 
 
 def _heads(rows: Float[Array, "*rows channels"], heads: int) -> Float[Array, "*rows heads dim"]:

@@ -183,14 +183,15 @@ def _of_prompts(past: Array, x: Inputs, batch: PromptBatch, taps: int) -> list[A
     The blocks of a piece are consecutive, so a token follows the one before it among all rows of the batch. The first
     block of a piece, if it is not the last one, has at least ``taps - 1`` tokens.
     """
-    flat, tokens = x.reshape(-1, x.shape[-1]), x.shape[1]
-    is_first, token = batch.is_first[:, None, None], jnp.arange(tokens)[:, None]
+    flat, token = x.reshape(-1, x.shape[-1]), jnp.arange(x.shape[1])
+    row = jnp.arange(len(flat)).reshape(x.shape[:2])
     earlier = []
     for age in range(1, taps):
-        shifted = jnp.pad(flat, ((age, 0), (0, 0)))[: len(flat)].reshape(x.shape)
-        newest = past[:, taps - 1 - age :][:, :tokens]
-        newest = jnp.pad(newest, ((0, 0), (0, tokens - newest.shape[1]), (0, 0)))
-        earlier.append(jnp.where(is_first & (token < age), newest, shifted))
+        # Clamped rows, which the condition excludes, cost less than branches.
+        before = flat.at[jnp.maximum(row - age, 0)].get(mode="promise_in_bounds")
+        older = past[:, jnp.minimum(taps - 1 - age + token, taps - 2)]
+        is_older = (batch.is_first[:, None] & (token < age))[..., None]
+        earlier.append(jnp.where(is_older, older, before))
     return earlier
 
 

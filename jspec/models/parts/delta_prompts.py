@@ -40,9 +40,8 @@ def run_prompts(
     """
     assert batch.slots is not None, "kernels keep states by slot"
     plan = _ChunkPlan.of(batch, len(state))
-    # Rows are computed before they are gathered, each of them once.
-    queries, keys, values = jax.lax.optimization_barrier(new[:3])
-    new = new._replace(queries=queries, keys=keys, values=values)
+    queries, keys = jax.lax.optimization_barrier(new[:2])  # each is normed once, before it is gathered
+    new = new._replace(queries=queries, keys=keys)
     outputs, corrected, state = run_chunks(state, plan.chunks(new, ring), plan.pieces, plan.used, interpret=interpret)
     # Records are written after they have been read: else they are copied.
     outputs, corrected, ring = jax.lax.optimization_barrier((outputs, corrected, ring))
