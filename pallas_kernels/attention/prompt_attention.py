@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.attention.paged_attention import paged_attention, quantize_heads
-from pallas_kernels.attention.prompt_kernel import ROWS, TILE, attend_prompts
+from pallas_kernels.attention.prompt_kernel import attend_prompts
+from pallas_kernels.attention.prompt_steps import ROWS, PromptSizes
 from pallas_kernels.attention.scores import Scores
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.layers.hopper import multiprocessors
@@ -24,13 +25,15 @@ def _is_supported(q: Array, k_pool: Array) -> bool:
     """Returns whether the kernel supports the shapes and dtypes of a call."""
     blocks, tokens, heads, dim = q.shape
     kv_heads, page = k_pool.shape[1:3]
-    warpgroup_heads, group = ROWS // tokens, heads // kv_heads
-    fits = ROWS % tokens == 0 and (group == 2 * warpgroup_heads or (group == warpgroup_heads and blocks % 2 == 0))
+    if ROWS % tokens:
+        return False
+    sizes = PromptSizes(tokens, heads // kv_heads, page, dim, None)
+    is_measured = sizes.joined == 1 and sizes.parts == 1 if dim in (64, 128) else dim == 256
     return (
-        fits
-        and dim in (64, 128)
+        is_measured
+        and blocks % sizes.blocks == 0
         and dim == k_pool.shape[3]
-        and TILE % page == page % 8 == 0
+        and sizes.tile % page == page % 8 == 0
         and q.dtype == k_pool.dtype in DTYPES
     )
 
@@ -59,8 +62,9 @@ def prompt_attention(
 
     The result is that of `paged_attention` without bits for ``lengths=first_row``, except that the output of a query
     after its sequence's end is arbitrary. On a Hopper GPU a kernel of its own serves calls of at least
-    `LEAST_QUERIES` queries in bfloat16 or float16 without sinks, softcap and chunks, with 4 or 8 query heads per KV
-    head (for blocks of 16), 64 or 128 channels, and pages of 8 to 128 rows; all other calls run `paged_attention`.
+    `LEAST_QUERIES` queries in bfloat16 or float16 without sinks, softcap and chunks: with 64 or 128 channels, 4 or 8
+    query heads per KV head (for blocks of 16) and pages of 8 to 128 rows, or with 256 channels, any number of heads and
+    pages of up to 64 rows. All other calls run `paged_attention`.
 
     Args:
         q: queries [B, T, H, D].

@@ -1,18 +1,20 @@
 """The Hopper kernel of `prompt_attention`, written for Mosaic GPU.
 
 Terms: a CTA is one Pallas program. It has three warpgroups: two compute, the third one loads. A computing warpgroup has
-64 query rows: the 16 tokens of a block, for 4 query heads of one KV head. A tile is `TILE` cache rows of one sequence,
-for one KV head. The loader fetches tiles of K and V, page by page; both computing warpgroups read each tile.
+64 query rows: the 16 tokens of a block, for 4 query heads of one KV head; if 4 does not divide the heads of a KV head,
+the tokens of 2 or 4 blocks, for 2 heads or 1. A tile is some cache rows of one sequence, for one KV head. The loader
+fetches tiles of K and V, page by page; both computing warpgroups read each tile.
 
-With 4 query heads per KV head the two computing warpgroups have two blocks, with 8 they share one. If two blocks belong
-to different sequences, the loader fetches the tiles of the first block, then those of the second. So each warpgroup
-computes in an interval of the steps, and skips the others.
+With 4 query heads per KV head the two computing warpgroups have two blocks, with 8 they share one. If blocks belong to
+different sequences, the loader fetches the tiles of the first sequence, then those of the next one (`prompt_steps`). So
+each warpgroup computes in an interval of the steps, and skips the others.
 
 The two warpgroups take turns on the tensor cores, so that one multiplies while the other one computes its softmax; the
 method is that of FlashAttention-3 (arXiv:2407.08608, section 3.1).
 """
 
 import functools
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -21,67 +23,20 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-ROWS = 64  # query rows of a warpgroup, as many as `wgmma` multiplies at once
-TILE = 128  # cache rows of a tile
+from pallas_kernels.attention.prompt_steps import COMPUTING, ROWS, PromptSizes, Refs, Span, at_step, spans_of
+
 STAGES = 2  # tiles of K, and as many of V, in shared memory
-COMPUTING = 2  # warpgroups that compute
 COMPUTE_REGISTERS, LOAD_REGISTERS = 232, 40  # per thread; together they fill a multiprocessor
+MOST_COLUMNS = 128  # of values that are in registers at once besides the sums
+FAR = 2**30  # more rows than a sequence has
 LEAST = -1e30  # maximum of no scores; finite, because the difference of two infinities is NaN
-
-
-class PromptSizes(NamedTuple):
-    """The static sizes of a call."""
-
-    tokens: int  # tokens of a block
-    group: int  # query heads per KV head
-    page: int  # cache rows of a page
-    dim: int  # channels of a head
-    window: int | None  # newest rows that a query sees; None: all
-
-    @property
-    def heads(self) -> int:
-        """Number of query heads of a warpgroup."""
-        return ROWS // self.tokens
-
-    @property
-    def blocks(self) -> int:
-        """Number of blocks of a CTA."""
-        return COMPUTING * self.heads // self.group
-
-    @property
-    def pages(self) -> int:
-        """Number of pages of a tile."""
-        return TILE // self.page
-
-
-class Span(NamedTuple):
-    """The cache rows that a block's queries see: traced scalars."""
-
-    first: Any  # row of the block's first query
-    end: Any  # number of rows that the block's sequence has
-    lowest: Any  # first row that a query sees
-    start: Any  # first tile
-    stop: Any  # tile after the last one
-
-
-class Refs(NamedTuple):
-    """The arrays in device memory."""
-
-    q: Any  # [blocks, tokens, heads, dim]
-    k: Any  # [pages, kv_heads, page, dim]
-    v: Any
-    page_table: Any  # [blocks, columns]
-    first_row: Any  # [blocks]
-    sequence: Any  # [blocks]
-    ends: Any  # [blocks]
-    out: Any  # [blocks, tokens, heads, dim]
 
 
 class Memory(NamedTuple):
     """The shared memory of a CTA, with its barriers."""
 
     q: Any  # [computing, ROWS, dim], also the output
-    k: Any  # [stages, TILE, dim]
+    k: Any  # [stages, tile, dim]
     v: Any
     q_arrived: Any
     k_arrived: Any
@@ -99,24 +54,14 @@ class _PromptCta:
 
         self.plgpu, self.refs, self.memory, self.sizes, self.interpret = plgpu, refs, memory, sizes, interpret
         self.factor = scale * math.log2(math.e)  # of scores, whose exponentials are powers of two
-        self.group, self.kv_head = lax.axis_index("warpgroup"), lax.axis_index("kv_head")
+        self.group, part = lax.axis_index("warpgroup"), lax.axis_index("part")
+        self.kv_head = lax.div(part, sizes.parts)
+        self.part = lax.rem(part, sizes.parts)  # of the query heads of the KV head
         # The last blocks have the most rows to read: they begin first.
         first = (pl.cdiv(refs.q.shape[0], sizes.blocks) - 1 - lax.axis_index("blocks")) * sizes.blocks
-        self.blocks = first, first + sizes.blocks - 1
-        self.spans = tuple(map(self.span_of, self.blocks))
-        first_span, second_span = self.spans
-        self.is_shared = refs.sequence[self.blocks[0]] == refs.sequence[self.blocks[1]]
-        # Step i reads tile i + base of the block that it serves.
-        steps = first_span.stop - first_span.start
-        self.bases = first_span.start, jnp.where(self.is_shared, first_span.start, second_span.start - steps)
-        self.switch = jnp.where(self.is_shared, 2**30, steps)  # first step for the second block alone
-        self.steps = jnp.maximum(steps, second_span.stop - self.bases[1])
-
-    def span_of(self, block: Any) -> Span:
-        sizes, (first, end) = self.sizes, (self.refs.first_row[block], self.refs.ends[block])
-        stop = lax.div(jnp.minimum(first + sizes.tokens, end) + (TILE - 1), TILE)
-        lowest = jnp.int32(0) if sizes.window is None else jnp.maximum(first - (sizes.window - 1), 0)
-        return Span(first, end, lowest, jnp.minimum(lax.div(lowest, TILE), stop), stop)
+        self.blocks = [first + index for index in range(sizes.blocks)]
+        self.spans = spans_of(self.blocks, refs, sizes)
+        self.steps = self.spans[-1].steps[1]
 
     def load_tiles(self) -> None:
         """Fetches the tiles of all steps, as soon as their place in shared memory is free."""
@@ -124,9 +69,8 @@ class _PromptCta:
         columns = refs.page_table.shape[1]
 
         def pages_of(step):
-            second = step >= self.switch
-            block, base = (jnp.where(second, pair[1], pair[0]) for pair in (self.blocks, self.bases))
-            column = (step + base) * sizes.pages
+            block = at_step(step, self.spans, self.blocks)
+            column = (step + at_step(step, self.spans, [span.base for span in self.spans])) * sizes.pages
             return [refs.page_table[block, jnp.minimum(column + i, columns - 1)] for i in range(sizes.pages)]
 
         def load(step, pages):
@@ -146,43 +90,46 @@ class _PromptCta:
 
     def attend(self) -> None:
         """Computes the attention of this warpgroup's rows, and stores it."""
-        plgpu, sizes = self.plgpu, self.sizes
-        block, base, *bounds = (
-            jnp.where(self.group == 1, second, first) if sizes.blocks == 2 else first
-            for first, second in zip(
-                (self.blocks[0], self.bases[0], *self.spans[0]),
-                (self.blocks[1], self.bases[1], *self.spans[1]),
-                strict=True,
+        plgpu, sizes, refs = self.plgpu, self.sizes, self.refs
+        joined = sizes.joined
+        blocks, spans = self.blocks[:joined], self.spans[:joined]
+        head = self.kv_head * sizes.group + self.part * (sizes.group // sizes.parts)
+        if sizes.shares_blocks:
+            head += self.group * sizes.heads
+        else:
+            blocks, spans = (
+                jax.tree.map(functools.partial(jnp.where, self.group == 1), both[joined:], both[:joined])
+                for both in (self.blocks, self.spans)
             )
-        )
-        span = Span(*bounds)
-        head = self.kv_head * sizes.group + (0 if sizes.blocks == 2 else self.group * sizes.heads)
-        rows = [self.memory.q.at[self.group, pl.ds(i * sizes.tokens, sizes.tokens)] for i in range(sizes.heads)]
-        for i, part in enumerate(rows):
-            plgpu.copy_gmem_to_smem(self.refs.q.at[block, :, head + i], part, self.memory.q_arrived.at[self.group])
+        places = [(block, head + i) for block in blocks for i in range(sizes.heads)]
+        rows = [self.memory.q.at[self.group, pl.ds(i * sizes.tokens, sizes.tokens)] for i in range(len(places))]
+        for (block, of), part in zip(places, rows, strict=True):
+            plgpu.copy_gmem_to_smem(refs.q.at[block, :, of], part, self.memory.q_arrived.at[self.group])
         plgpu.barrier_wait(self.memory.q_arrived.at[self.group])
 
-        out = self.attended(span, base)
-        self.memory.q[self.group] = out.astype(self.refs.out.dtype)
+        out = self.attended(spans)
+        self.memory.q[self.group] = out.astype(refs.out.dtype)
         plgpu.commit_smem()
-        for i, part in enumerate(rows):
-            plgpu.copy_smem_to_gmem(part, self.refs.out.at[block, :, head + i])
+        for (block, of), part in zip(places, rows, strict=True):
+            plgpu.copy_smem_to_gmem(part, refs.out.at[block, :, of])
         plgpu.wait_smem_to_gmem(0)
 
-    def attended(self, span: Span, base: Any) -> jax.Array:
-        """Returns the attention of this warpgroup's rows [ROWS, dim] in float32."""
+    def attended(self, spans: list[Span]) -> jax.Array:
+        """Returns the attention of this warpgroup's rows [ROWS, dim] in float32; ``spans`` are those of its blocks."""
         layout = self.plgpu.Layout.WGMMA
         carry = (
             self.plgpu.layout_cast(jnp.zeros((ROWS, self.sizes.dim), jnp.float32), layout),  # sum of weighted values
             self.plgpu.layout_cast(jnp.full((ROWS,), LEAST, jnp.float32), layout.reduce(1)),  # largest score
             self.plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), layout.reduce(1)),  # sum of weights
         )
-        begin, stop = span.start - base, span.stop - base
-        # All queries see all rows of the tiles before the block's first row, if there is no window.
+        begin, stop = spans[0].steps[0], spans[-1].steps[1]
+        # All queries see all rows of the tiles before the first block's first row, if there is no window.
         masked = begin
         if self.sizes.window is None:
-            masked = jnp.clip(lax.div(span.first, TILE) - base, begin, stop)
-        step = functools.partial(self.step, span, base)
+            masked = jnp.clip(lax.div(spans[0].first, self.sizes.tile) - spans[0].base, begin, stop)
+            if len(spans) > 1:  # and if all blocks belong to one sequence
+                masked = jnp.where(spans[0].switch == spans[-1].switch, masked, begin)
+        step = functools.partial(self.step, spans)
         pl.when(self.group == 1)(self.pass_turn)  # the first warpgroup has the first turn
         lax.fori_loop(0, begin, self.skip, None)
         carry = lax.fori_loop(begin, masked, functools.partial(step, is_masked=False), carry)
@@ -206,16 +153,18 @@ class _PromptCta:
             self.plgpu.barrier_arrive(done.at[slot])
             self.pass_turn()
 
-    def step(self, span: Span, base: Any, step: Any, carry: Any, *, is_masked: bool) -> Any:
+    def step(self, spans: list[Span], step: Any, carry: Any, *, is_masked: bool) -> Any:
         """Adds a tile to the weighted sum of values, by the online softmax; arrays as in `attended`."""
         plgpu, memory = self.plgpu, self.memory
         out, most, total = carry
-        slot, first_row = lax.rem(step, STAGES), (step + base) * TILE
+        slot, tile = lax.rem(step, STAGES), self.sizes.tile
         plgpu.barrier_wait(memory.k_arrived.at[slot])
-        scores = pl.run_scoped(functools.partial(self.scores, slot), plgpu.ACC((ROWS, TILE), jnp.float32))
+        scores = pl.run_scoped(functools.partial(self.scores, slot), plgpu.ACC((ROWS, tile), jnp.float32))
         plgpu.barrier_arrive(memory.k_done.at[slot])
         if is_masked:
-            scores = jnp.where(self.visible(span, first_row), scores, -jnp.inf)
+            span = Span(*(at_step(step, spans, list(values)) for values in zip(*spans, strict=True)))
+            first_row = (step + span.base) * tile
+            scores = jnp.where(self.visible(spans, span, first_row), scores, -jnp.inf)
         old, most = most, jnp.maximum(most, scores.max(axis=1) * self.factor)
         weights = jnp.exp2(scores * self.factor - lax.broadcast_in_dim(most, scores.shape, [0]))
         shrink = jnp.exp2(old - most)
@@ -233,16 +182,21 @@ class _PromptCta:
         return out, most, total
 
     def scores(self, slot: Any, sums: Any) -> jax.Array:
-        """Returns q @ k.T [ROWS, TILE]; the other warpgroup's turn begins when this product has been issued."""
+        """Returns q @ k.T [ROWS, tile]; the other warpgroup's turn begins when this product has been issued."""
         self.plgpu.wgmma(sums, self.memory.q.at[self.group], self.memory.k.at[slot].T)
         self.pass_turn()
         return sums[...]
 
-    def visible(self, span: Span, first_row: Any) -> jax.Array:
-        """Returns which rows of a tile each query sees [ROWS, TILE]."""
+    def visible(self, spans: list[Span], span: Span, first_row: Any) -> jax.Array:
+        """Returns which rows of a tile each query sees [ROWS, tile]; ``span`` is that of a block of its sequence."""
         iota = functools.partial(self.plgpu.broadcasted_iota, jnp.int32, layout=self.plgpu.Layout.WGMMA)
-        query = (iota((ROWS, TILE), 0) & (self.sizes.tokens - 1)) + span.first
-        row = iota((ROWS, TILE), 1) + first_row
+        shape, index = (ROWS, self.sizes.tile), iota((ROWS, self.sizes.tile), 0)
+        first = span.first
+        if len(spans) > 1:  # the queries of blocks of other sequences are before all rows
+            first, *others = (jnp.where(block.switch == span.switch, block.first, -FAR) for block in spans)
+            for i, later in enumerate(others):
+                first = jnp.where(index >= (i + 1) * (ROWS // len(spans)), later, first)
+        query, row = (index & (self.sizes.tokens - 1)) + first, iota(shape, 1) + first_row
         seen = (row <= query) & (row < span.end)
         return seen if self.sizes.window is None else seen & (row > query - self.sizes.window)
 
@@ -251,15 +205,15 @@ class _PromptCta:
 
         They may hold NaN, and 0 * NaN is NaN. The other warpgroup writes the same zeros in its own turn.
         """
-        lowest = jnp.where(self.is_shared, self.spans[0].lowest, span.lowest)
+        tile, columns = self.sizes.tile, min(self.sizes.dim, MOST_COLUMNS)
 
-        @pl.when((first_row + TILE > span.end) | (first_row < lowest))
+        @pl.when((first_row + tile > span.end) | (first_row < span.lowest))
         def _():
-            for start in range(0, TILE, ROWS):
-                values = self.memory.v.at[slot, pl.ds(start, ROWS)]
+            for start, column in itertools.product(range(0, tile, ROWS), range(0, self.sizes.dim, columns)):
+                values = self.memory.v.at[slot, pl.ds(start, ROWS), pl.ds(column, columns)]
                 layout = self.plgpu.Layout.WGMMA
                 row = self.plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=layout) + (first_row + start)
-                seen = (row < span.end) & (row >= lowest)
+                seen = (row < span.end) & (row >= span.lowest)
                 values[...] = jnp.where(seen, values[...], jnp.zeros((), values.dtype))
             self.plgpu.commit_smem()
 
@@ -323,8 +277,8 @@ def attend_prompts(
         pl.run_scoped(
             functools.partial(kernel, Refs(*refs)),
             shared(COMPUTING, ROWS, dim),
-            *[shared(STAGES, TILE, dim)] * 2,
-            barrier(sizes.heads, COMPUTING),
+            *[shared(STAGES, sizes.tile, dim)] * 2,
+            barrier(sizes.heads * sizes.joined, COMPUTING),
             *[barrier(sizes.pages, STAGES)] * 2,
             *[barrier(COMPUTING, STAGES)] * 2,
             plgpu.Barrier(num_arrivals=COMPUTING),
@@ -334,8 +288,8 @@ def attend_prompts(
     return plgpu.kernel(
         entry,
         out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
-        grid=(kv_heads, math.ceil(blocks / sizes.blocks)),
-        grid_names=("kv_head", "blocks"),
+        grid=(kv_heads * sizes.parts, math.ceil(blocks / sizes.blocks)),
+        grid_names=("part", "blocks"),
         num_threads=COMPUTING + 1,
         thread_name="warpgroup",
         kernel_name="prompt_attention",

@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.recurrent.prompt_kernel import CHUNK, ChunkedPieces, ChunkTables, advance, solve
+from pallas_kernels.recurrent.prompt_kernel import CHUNK, ChunkedPieces, ChunkTables, advance
 from pallas_kernels.recurrent.records import SlotStates
+from pallas_kernels.recurrent.solve_kernel import solve
 
 LEAST = -128.0  # a log decay below it is a factor of 0 in float32
 STEPS = 1024  # multiples of 1 / STEPS between CHUNK * LEAST and 0 are summed in float32 without rounding
@@ -48,57 +49,45 @@ def run_chunks(
         used: number of chunks of all pieces.
         interpret: False, or jax's parameters for interpreting the kernels and detecting races.
     """
-    count, dtype = len(chunks.keys), chunks.keys.dtype
-    weights, factors, scores, decays, total = tables_of(chunks)
-    inverse = solve(weights, factors, used[None], dtype, interpret=interpret)
-    high = scores.astype(dtype)
-    scores = jnp.stack([high, (scores - high.astype(jnp.float32)).astype(dtype)], axis=2)
+    count, key_dim = len(chunks.keys), chunks.keys.shape[3]
     queries, keys, values = (of.reshape(count, CHUNK, -1) for of in chunks[:3])
-    return advance(
-        state, (queries, keys, values), ChunkTables(inverse, scores, decays, total), pieces, interpret=interpret
-    )
+    summed, rates, decays, total = tables_of(chunks)
+    inverse, scores = solve((queries, keys), summed, rates, used[None], key_dim, interpret=interpret)
+    tables = ChunkTables(inverse, scores, decays, total)
+    return advance(state, (queries, keys, values), tables, pieces, interpret=interpret)
 
 
-def tables_of(chunks: Chunks) -> tuple[Array, Array, Array, Array, Array]:
-    """Return W and the factors of values before it, scores, and the decays and the total of `ChunkTables`.
-
-    W and scores are [chunks, heads, read token, token]. All results are in float32.
-    """
-    heads, order = chunks.decays.shape[2], jnp.arange(CHUNK)
+def tables_of(
+    chunks: Chunks,
+) -> tuple[
+    Float[Array, "chunks heads 2 tokens"],
+    Float[Array, "chunks heads 2 tokens"],
+    Float[Array, "chunks heads 2 tokens"],
+    Float[Array, "chunks heads"],
+]:
+    """Return summed decays and rates for `solve`, and the decays and the total of `ChunkTables`, all in float32."""
+    order = jnp.arange(CHUNK)
     parts, rates = _parts(jnp.swapaxes(chunks.decays, 1, 2)), jnp.swapaxes(chunks.rates, 1, 2)
-    summed = jnp.sum(jnp.where(order <= order[:, None], parts[..., None, :], 0), axis=-1)  # up to each token
-    between = jnp.exp(jnp.minimum(jnp.sum(summed[..., None, :] - summed[..., None], axis=0), 0))
-    weights, scores = (
-        jnp.where(is_read, between * _products(chunks.keys, rows, heads), 0)
-        for is_read, rows in ((order[:, None] < order, chunks.keys), (order[:, None] <= order, chunks.queries))
-    )
+    is_up_to = jnp.where(order[:, None] <= order, 1.0, 0.0)
+    summed = jnp.matmul(parts, is_up_to, precision="highest")
     is_record, is_folded = chunks.is_record[:, None], chunks.is_folded[:, None]
-    total = jnp.sum(jnp.where(is_folded, parts, 0), axis=-1)
-    path = jnp.where(is_record, 0, jnp.exp(jnp.sum(summed, axis=0)))
-    after = jnp.where(is_folded, jnp.exp(jnp.sum(total[..., None] - summed, axis=0)), 0)
-    decays = jnp.stack([path, after], axis=2)
+    total = jnp.sum(jnp.where(is_folded[:, :, None], parts, 0), axis=-1)
+    path = jnp.where(is_record, 0, jnp.exp(jnp.sum(summed, axis=2)))
+    after = jnp.where(is_folded, jnp.exp(jnp.sum(total[..., None] - summed, axis=2)), 0)
+    factors = jnp.where(is_record, 1, rates)
     return (
-        weights * rates[..., None, :],
-        jnp.where(is_record, 1, rates),
-        scores,
-        decays,
-        jnp.exp(jnp.sum(total, axis=0)),
+        summed,
+        jnp.stack([rates, factors], axis=2),
+        jnp.stack([path, after], axis=2),
+        jnp.exp(jnp.sum(total, axis=2)),
     )
 
 
-def _parts(decays: Float[Array, "chunks heads tokens"]) -> Float[Array, "2 chunks heads tokens"]:
+def _parts(decays: Float[Array, "chunks heads tokens"]) -> Float[Array, "chunks heads 2 tokens"]:
     """Return log decays as the sum of two parts: sums of the first are not rounded, and the second is small.
 
     So differences of sums, part by part, lose no digits.
     """
     decays = jnp.maximum(decays, LEAST)
     exact = jnp.round(decays * STEPS) / STEPS
-    return jnp.stack([exact, decays - exact])
-
-
-def _products(
-    keys: Float[Array, "chunks tokens key_heads dim"], rows: Float[Array, "chunks tokens key_heads dim"], heads: int
-) -> Float[Array, "chunks heads read tokens"]:
-    """Return the products of each key with each row in float32, for each value head."""
-    found = jnp.einsum("cjhd,cihd->chji", keys, rows, precision="highest", preferred_element_type=jnp.float32)
-    return jnp.repeat(found, heads // keys.shape[2], axis=1)
+    return jnp.stack([exact, decays - exact], axis=2)

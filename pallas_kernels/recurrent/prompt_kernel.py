@@ -1,10 +1,9 @@
-"""The gated delta rule of prompts in two kernels for Hopper GPUs; `prompt_chunks` has the form that they compute.
+"""The kernel for Hopper GPUs that runs through the chunks of prompts; `prompt_chunks` has the form that it computes.
 
-`solve` inverts the triangular matrices of all chunks at once: a CTA has one of them. `advance` runs through the chunks
-of a piece: a CTA has `ROWS` value channels of the state of one value head in registers, and loads a chunk while it
-computes the one before. Arrays of tokens lie across registers [channels, tokens], so that all that is computed of a
-chunk is the first operand of the next product, without a way through shared memory. The tensor cores get float32
-operands as two bfloat16 numbers, high and low.
+A CTA runs through the chunks of a piece. It has `ROWS` value channels of the state of one value head in registers, and
+loads a chunk while it computes the one before. Arrays of tokens lie across registers [channels, tokens], so that all
+that is computed of a chunk is the first operand of the next product, without a way through shared memory. The tensor
+cores get float32 operands as two bfloat16 numbers, high and low.
 """
 
 from __future__ import annotations
@@ -43,53 +42,6 @@ class ChunkTables(NamedTuple):
     # 0 for one that does not advance the state; float32.
     decays: Float[Array, "chunks heads 2 tokens"]
     total: Float[Array, "chunks heads"]  # decay of the state
-
-
-def solve(
-    weights: Float[Array, "chunks heads tokens tokens"],
-    factors: Float[Array, "chunks heads tokens"],
-    used: Int[Array, "1"],
-    dtype: Any,
-    *,
-    interpret: Any = False,
-) -> Float[Array, "chunks heads 2 tokens tokens"]:
-    """Return ``inverse(1 + weights) factors`` of each chunk [read token, token], as a high and a low part.
-
-    Args:
-        weights: what the value of a token (last axis but one) counts in that of another one; 0 if it is not before it.
-        factors: factors of the read tokens' values.
-        used: number of chunks; the results of further ones are undefined.
-        dtype: dtype of the parts.
-        interpret: False, or jax's parameters for interpreting the kernel and detecting races.
-    """
-    from jax.experimental.pallas import mosaic_gpu as plgpu  # needs absl: imported only where it is used
-
-    chunks, heads = weights.shape[:2]
-    registers = Warpgroup(plgpu, dtype, interpret)
-
-    def run(refs, matrix, parts, arrived):
-        (weights, factors, used, inverse), place = refs, (jax.lax.axis_index("chunk"), jax.lax.axis_index("head"))
-
-        @pl.when(place[0] < used[0])
-        def _():
-            plgpu.copy_gmem_to_smem(weights.at[place], matrix, arrived)
-            plgpu.barrier_wait(arrived)
-
-            def substitute(token, rows):
-                return rows - registers.column(rows, token) * registers.per_column(matrix.at[token])
-
-            unit = registers.cast(jnp.where(registers.index(0, CHUNK) == registers.index(1, CHUNK), 1.0, 0.0))
-            solved = jax.lax.fori_loop(0, CHUNK, substitute, unit)
-            for part, of in enumerate(registers.parts(solved * registers.per_row(factors.at[place], CHUNK))):
-                parts[part] = of
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(parts, inverse.at[place])
-            plgpu.wait_smem_to_gmem(0)
-
-    memory = plgpu.SMEM((CHUNK, CHUNK), jnp.float32), tiled(plgpu, (2, CHUNK, CHUNK), dtype), plgpu.Barrier()
-    out = jax.ShapeDtypeStruct((chunks, heads, 2, CHUNK, CHUNK), dtype)
-    grid = {"head": heads, "chunk": chunks}
-    return launch(plgpu, run, "solve_chunks", grid, out, memory, (weights, factors, used), interpret)
 
 
 class _ChunkMemory(NamedTuple):

@@ -11,6 +11,7 @@ import pytest
 
 from pallas_kernels import paged_attention, prompt_attention
 from pallas_kernels.attention.prompt_kernel import attend_prompts
+from pallas_kernels.attention.prompt_steps import PromptSizes
 from tests.support.arrays import on_device
 from tests.support.gpus import H100, compile_for
 from tests.support.mosaic import interpreted as run_interpreted
@@ -28,6 +29,12 @@ CASES: list[tuple[list[tuple[int, int]], dict[str, Any]]] = [
     ([(200, 64), (0, 20)], {"window": 90}),  # rows before the window are NaN
     ([(300, 16), (150, 40)], {"window": 130, "page": 64}),
     ([(64, 70)], {"page": 8}),
+    # Warpgroups with several blocks, of one sequence or of several ones, of 1, 2 and 4 heads of 256 channels.
+    ([(0, 150)], {"dim": 256, "group": 6}),
+    ([(100, 20), (0, 5), (37, 70), (130, 9)], {"dim": 256, "group": 6}),
+    ([(0, 17), (200, 64), (0, 20)], {"dim": 256, "group": 2, "window": 90, "kv_heads": 2}),
+    ([(60, 30), (0, 5), (70, 3)], {"dim": 256, "group": 3}),
+    ([(130, 17), (70, 40)], {"dim": 256, "group": 8, "page": 64}),
 ]
 
 
@@ -44,7 +51,7 @@ def problem(
     """Return the arrays of a call, and which queries [blocks, BLOCK] are real."""
     rng = np.random.default_rng(len(pieces))
     blocks = sum(-(-count // BLOCK) for _, count in pieces)
-    blocks += blocks % 2
+    blocks += -blocks % PromptSizes(BLOCK, group, page, dim, window).blocks
     num_pages = [-(-(start + count) // page) for start, count in pieces]
     free = iter(rng.permutation(np.arange(1, 1 + sum(num_pages))))
     pools = np.full((2, 1 + sum(num_pages), kv_heads, page, dim), np.nan, np.float32)
@@ -89,16 +96,19 @@ def test_prompt_kernel_interpreted_matches_paged_attention_with_nan_in_unseen_ro
 
 
 @mosaic
-@pytest.mark.parametrize("wrong", ["swapped tables", "first row", "window"])
+@pytest.mark.parametrize("wrong", ["swapped tables", "first row", "window", "sequence"])
 def test_prompt_kernel_interpreted_with_a_wrong_argument_differs(wrong: str) -> None:
-    """The controls of the test above: it fails if the kernel uses another block's table, row or window."""
+    """The controls of the test above: it fails if the kernel uses another block's table, row, window or sequence."""
     window = 90 if wrong == "window" else None
-    arrays, is_real = problem([(64, 16), (64, 16)])
+    sizes = {"group": 2, "dim": 256} if wrong == "sequence" else {}  # two blocks in a warpgroup
+    arrays, is_real = problem([(64, 16), (64, 16)], **sizes)
     right = wanted(arrays, window)[is_real]
     if wrong == "swapped tables":
         arrays[3] = arrays[3][::-1]
     if wrong == "first row":
         arrays[4] = arrays[4] - 1
+    if wrong == "sequence":
+        arrays[5] = arrays[5].at[:2].set(0)
     got = interpreted(arrays, window=None if wrong != "window" else 60)
     assert np.abs(got[is_real] - right).max() > 0.1
 
@@ -129,7 +139,10 @@ def shapes(
         ({}, {"quantize_output": True}, True),
         ({"rows": 128}, {}, False),
         ({"heads": 16}, {}, False),
-        ({"dim": 256}, {}, False),
+        ({"dim": 256, "heads": 24, "kv_heads": 4}, {}, True),
+        ({"dim": 256, "heads": 16}, {"window": 1024}, True),
+        ({"dim": 256, "page": 128}, {}, False),
+        ({"dim": 512}, {}, False),
         ({"page": 1}, {}, False),
         ({"dtype": jnp.float8_e4m3fn}, {}, False),
         ({}, {"softcap": 30.0}, False),

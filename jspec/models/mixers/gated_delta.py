@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from convert.fields import CheckpointError
 from convert.huggingface import MapRow
-from jspec.core.records import TokenBatch
+from jspec.core.records import PromptBatch, TokenBatch
 from jspec.models.mixers.mixer import Mixer
 from jspec.models.mixers.short_conv import squeezed_taps
 from jspec.models.parts.checks import check_divided, positive_values
@@ -147,7 +147,8 @@ class GatedDelta(Mixer):
         gates = batch.unpack(small_product(x, layer.gates, batch.numerics)[None])[0]
         outputs, state = self._run(layer, projected, gates, state, batch)
         outputs, gate = jnp.swapaxes(outputs, 1, 2), projected[..., self.conv_size :]
-        return batch.pack(by_token(partial(self._gated, layer, eps, dtype), batch.numerics, outputs, gate)), state
+        gated = partial(self._gated, layer, eps, dtype, _is_apart(batch))
+        return batch.pack(by_token(gated, batch.numerics, outputs, gate)), state
 
     def _run(
         self, layer: LayerWeights, projected: Array, gates: Array, state: DeltaState, batch: TokenBatch
@@ -157,7 +158,9 @@ class GatedDelta(Mixer):
 
         def reference(projected: Array, gates: Array, state: DeltaState, batch: TokenBatch) -> Any:
             taps, inputs = taps_of(state.inputs, projected[..., : self.conv_size], self.taps, batch)
-            new = by_token(partial(self._tokens, layer, state.records.keys.dtype), numerics, taps, gates)
+            new = by_token(
+                partial(self._tokens, layer, state.records.keys.dtype, _is_apart(batch)), numerics, taps, gates
+            )
             new = DeltaTokens(*(jnp.swapaxes(rows, 1, 2) for rows in new))
             return run_tokens(state._replace(inputs=inputs), new, batch)
 
@@ -178,11 +181,21 @@ class GatedDelta(Mixer):
         return jax.nn.sigmoid(rates), jax.nn.softplus(decays + layer.dt_bias) * -jnp.exp(layer.a_log)
 
     def _tokens(
-        self, layer: LayerWeights, dtype: Any, taps: Float[Array, "*rows taps channels"], gates: Array
+        self, layer: LayerWeights, dtype: Any, apart: bool, taps: Float[Array, "*rows taps channels"], gates: Array
     ) -> DeltaTokens:
-        """Return the inputs of the rule, [*rows, heads, ...], from inputs of the convolution, and rates and decays."""
+        """Return the inputs of the rule, [*rows, heads, ...], from inputs of the convolution, and rates and decays.
+
+        Args:
+            layer: weights of the layer.
+            dtype: dtype of queries, keys and values.
+            apart: round the sums of the convolution to ``dtype``, and write them to memory before heads are normed.
+            taps: inputs of the convolution.
+            gates: sums of rates, then those of decays, [*rows, 2 heads].
+        """
         assert layer.conv is not None
         mixed = jax.nn.silu(convolved(taps, layer.conv))
+        if apart:
+            mixed = jax.lax.optimization_barrier(mixed.astype(dtype)).astype(jnp.float32)
         q, k, v = jnp.split(mixed, (self.key_size, 2 * self.key_size), axis=-1)
         q, k = (_unit(_heads(rows, self.key_heads)) for rows in (q, k))
         rates, decays = self._rates_and_decays(layer, gates)
@@ -194,19 +207,34 @@ class GatedDelta(Mixer):
         layer: LayerWeights,
         eps: float,
         dtype: Any,
+        apart: bool,
         outputs: Float[Array, "*rows heads value_dim"],
         gate: Float[Array, "*rows channels"],
     ) -> Float[Array, "*rows channels"]:
-        """Return the normed outputs of all heads times the output gate."""
+        """Return the normed outputs of all heads times the output gate.
+
+        Args:
+            layer, eps, dtype: as for `Mixer.mix`.
+            apart: write the factors of the norm to memory before all else.
+            outputs: outputs of the rule, float32.
+            gate: the output gate.
+        """
         assert layer.delta_norm is not None
-        mean = jnp.mean(outputs**2, axis=-1, keepdims=True)
-        normed = (outputs * jax.lax.rsqrt(mean + eps) * layer.delta_norm).reshape(gate.shape)
+        factor = jax.lax.rsqrt(jnp.mean(outputs**2, axis=-1, keepdims=True) + eps)
+        if apart:
+            factor = jax.lax.optimization_barrier(factor)
+        normed = (outputs * factor * layer.delta_norm).reshape(gate.shape)
         return (normed * jax.nn.silu(gate.astype(jnp.float32))).astype(dtype)
 
     def describe(self) -> dict[str, str]:
         """Describe heads and taps; `Mixer.describe`."""
         heads = f"{self.key_heads} key heads of {self.key_dim}, {self.value_heads} value heads of {self.value_dim}"
         return {"gated delta net": f"{heads} channels, {self.taps} taps"}
+
+
+def _is_apart(batch: TokenBatch) -> bool:
+    """Return whether arrays are written between steps of many tokens; XLA would write float32, or compute twice."""
+    return isinstance(batch, PromptBatch) and not batch.deterministic
 
 
 def _heads(rows: Float[Array, "*rows channels"], heads: int) -> Float[Array, "*rows heads dim"]:

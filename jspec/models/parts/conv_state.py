@@ -13,11 +13,11 @@ from typing import NamedTuple, Self
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from jspec.core.records import AcceptedPath, LayerState, PromptBatch, SlotView, TokenBatch
 from jspec.models.parts.kv_pool import PoolShape
-from jspec.models.parts.slot_rows import ancestor_mask, is_token, move_slot_rows
+from jspec.models.parts.slot_rows import ancestor_mask, move_slot_rows
 from pallas_kernels.layers.partial_sums import sum_f32
 from pallas_kernels.recurrent.records import EVERY
 
@@ -117,10 +117,15 @@ def taps_of(
         The inputs, and the state with the new ones.
     """
     # Rows are written after the committed ones have been read: else they are copied.
-    past, x = jax.lax.optimization_barrier((_past(state, batch, taps - 1), x.astype(state.inputs.dtype)))
-    # Of each token: the inputs 1, 2, ... tokens before it.
-    earlier = _of_prompts(past, x, batch, taps) if isinstance(batch, PromptBatch) else _of_nodes(past, x, batch, taps)
-    return jnp.stack([*earlier[::-1], x], axis=2), _written(state, x, batch, taps)
+    x = x.astype(state.inputs.dtype)
+    if isinstance(batch, PromptBatch):
+        kept = _newest_of_pieces(x, batch, taps - 1)
+        past, kept = jax.lax.optimization_barrier((batch.of_piece(_past(state, batch, taps - 1)), kept))
+        earlier, state = _of_prompts(past, x, batch, taps), _written_of_prompts(state, x, kept, batch)
+    else:
+        past, x = jax.lax.optimization_barrier((_past(state, batch, taps - 1), x))
+        earlier, state = _of_nodes(past, x, batch, taps), _written(state, x, batch)
+    return jnp.stack([*earlier[::-1], x], axis=2), state  # of each token: the inputs ..., 2, 1, 0 tokens before it
 
 
 def convolved(
@@ -173,34 +178,50 @@ def input_places(batch: TokenBatch, taps: int) -> Int[Array, "batch tokens earli
 
 
 def _of_prompts(past: Array, x: Inputs, batch: PromptBatch, taps: int) -> list[Array]:
-    """The blocks of a piece are consecutive, so a token follows the one before it among all rows of the batch."""
-    flat, start = x.reshape(-1, x.shape[-1]), batch.of_piece(batch.starts)[:, None]
-    past = batch.of_piece(past)
-    found = []
+    """Return the inputs 1, 2, ... tokens before each token, if ``past`` has those before the piece of each block.
+
+    The blocks of a piece are consecutive, so a token follows the one before it among all rows of the batch. The first
+    block of a piece, if it is not the last one, has at least ``taps - 1`` tokens.
+    """
+    flat, token = x.reshape(-1, x.shape[-1]), jnp.arange(x.shape[1])
+    row = jnp.arange(len(flat)).reshape(x.shape[:2])
+    earlier = []
     for age in range(1, taps):
-        shifted = jnp.pad(flat, ((age, 0), (0, 0)))[: len(flat)].reshape(x.shape)
-        index = batch.positions - age - start + taps - 1  # among the inputs before the piece
-        old = jnp.take_along_axis(past, jnp.clip(index, 0, taps - 2)[..., None], axis=1)
-        found.append(jnp.where((index >= taps - 1)[..., None], shifted, old))
-    return found
+        # Clamped rows, which the condition excludes, cost less than branches.
+        before = flat.at[jnp.maximum(row - age, 0)].get(mode="promise_in_bounds")
+        older = past[:, jnp.minimum(taps - 1 - age + token, taps - 2)]
+        is_older = (batch.is_first[:, None] & (token < age))[..., None]
+        earlier.append(jnp.where(is_older, older, before))
+    return earlier
 
 
-def _written(state: ConvState, x: Inputs, batch: TokenBatch, taps: int) -> ConvState:
+def _written(state: ConvState, x: Inputs, batch: TokenBatch) -> ConvState:
+    """Return the state with the inputs of the nodes of a round."""
+    assert batch.slots is not None, "rounds have slots"
+    slots, rows = state.inputs.shape[:2]
+    position = batch.first_row[:, None] + jnp.arange(x.shape[1])
+    place = jnp.where(batch.valid, batch.slots[:, None], slots), position % rows
+    return state._replace(inputs=state.inputs.at[place].set(x, mode="drop"))
+
+
+def _newest_of_pieces(x: Inputs, batch: PromptBatch, count: int) -> Float[Array, "pieces count channels"]:
+    """Return the last inputs of each piece, undefined before its first one."""
+    row = batch.newest[:, None] - jnp.arange(count)[::-1]
+    return x.reshape(-1, x.shape[-1])[jnp.maximum(row, 0)]
+
+
+def _written_of_prompts(
+    state: ConvState, x: Inputs, kept: Float[Array, "pieces count channels"], batch: PromptBatch
+) -> ConvState:
+    """Return the state with the last inputs of each piece."""
     if batch.slots is None:
         return state
-    slots, rows = state.inputs.shape[:2]
-    if isinstance(batch, PromptBatch):
-        is_kept: Bool[Array, "batch tokens"] = is_token(batch) & (
-            batch.positions >= batch.of_piece(batch.ends)[:, None] - (taps - 1)
-        )
-        slot, position = batch.of_piece(batch.slots, slots), batch.positions
-        if state.num_copies:
-            state = state._replace(at_boundary=_at_boundary_of_prompts(state, x, batch, taps - 1))
-    else:
-        is_kept, slot = batch.valid, batch.slots
-        position = batch.first_row[:, None] + jnp.arange(x.shape[1])
-    place = jnp.where(is_kept, slot[:, None], slots), position % rows
-    return state._replace(inputs=state.inputs.at[place].set(x, mode="drop"))
+    (slots, rows), count = state.inputs.shape[:2], kept.shape[1]
+    if state.num_copies:
+        state = state._replace(at_boundary=_at_boundary_of_prompts(state, x, batch, count))
+    position = batch.ends[:, None] - 1 - jnp.arange(count)[::-1]
+    place = jnp.where(position >= batch.starts[:, None], batch.slots[:, None], slots), position % rows
+    return state._replace(inputs=state.inputs.at[place].set(kept, mode="drop"))
 
 
 def _at_boundary_of_prompts(

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jspec.core.prompt_blocks import BLOCK
 from jspec.core.records import PromptBatch
 from jspec.models.parts.slot_rows import is_token
 from pallas_kernels.recurrent import delta_rounds
@@ -39,6 +40,8 @@ def run_prompts(
     """
     assert batch.slots is not None, "kernels keep states by slot"
     plan = _ChunkPlan.of(batch, len(state))
+    queries, keys = jax.lax.optimization_barrier(new[:2])  # each is normed once, before it is gathered
+    new = new._replace(queries=queries, keys=keys)
     outputs, corrected, state = run_chunks(state, plan.chunks(new, ring), plan.pieces, plan.used, interpret=interpret)
     # Records are written after they have been read: else they are copied.
     outputs, corrected, ring = jax.lax.optimization_barrier((outputs, corrected, ring))
@@ -70,9 +73,8 @@ class _ChunkPlan(NamedTuple):
         origin = starts // EVERY * EVERY
         counts = jnp.where((starts < ends) & (batch.slots < slots), -((origin - ends) // CHUNK), 0)
         last = jnp.cumsum(counts)
-        # A piece of n tokens has at most (EVERY - 1 + n + CHUNK - 1) // CHUNK chunks.
-        most = (batch.tokens.size + len(starts) * (EVERY + CHUNK - 2)) // CHUNK
-        index = jnp.arange(most)
+        blocks, rows = batch.tokens.shape
+        index = jnp.arange(most_chunks(blocks, rows, len(starts)))
         piece = jnp.minimum(jnp.sum(index[:, None] >= last, axis=1), len(starts) - 1)
         first = last - counts
         position = (origin[piece] + (index - first[piece]) * CHUNK)[:, None] + jnp.arange(CHUNK)
@@ -118,6 +120,21 @@ class _ChunkPlan(NamedTuple):
         """Return the chunk of each token of the batch, and its place in it."""
         index = self.batch.positions - self.batch.of_piece(self.origin)[:, None]
         return self.batch.of_piece(self.pieces.first)[:, None] + index // CHUNK, index % CHUNK
+
+
+def most_chunks(blocks: int, rows: int, pieces: int) -> int:
+    """Return the largest number of chunks of at most ``pieces`` pieces with ``blocks`` blocks of ``rows`` tokens.
+
+    A piece of n tokens has at most ``(n + EVERY + CHUNK - 2) // CHUNK`` chunks. Pieces of one block each have the most;
+    then blocks are added where the fewest make another chunk, which is in pieces of one chunk.
+    """
+    before, pieces = EVERY + CHUNK - 2, min(pieces, blocks)
+    if rows > BLOCK or CHUNK % rows:
+        return (blocks * rows + pieces * before) // CHUNK
+    chunks = (rows + before) // CHUNK
+    second = -(-((chunks + 1) * CHUNK - before) // rows) - 1
+    longer = min(pieces, (blocks - pieces) // second)
+    return chunks * pieces + longer + (blocks - pieces - second * longer) // (CHUNK // rows)
 
 
 def _first_of(batch: PromptBatch) -> Int[Array, "pieces"]:
