@@ -7,12 +7,16 @@ from typing import Any
 
 import jax
 
+from jspec.models.config.layer_config import LayerConfig
 from jspec.models.decoder import Model
 from jspec.models.mixers.attention import Attention
+from jspec.models.mixers.gated_delta import GatedDelta
 from jspec.models.weights.quantize import quantized_as
 from pallas_kernels.attention.paged_attention import most_query_heads
 from pallas_kernels.layers.dense.deterministic_matmul import unsupported_weight
 from pallas_kernels.layers.experts.expert_matmul import unsupported_experts
+from pallas_kernels.layers.hopper import multiprocessors
+from pallas_kernels.recurrent import in_order_kernel
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +37,8 @@ def check_deterministic(target: Model, implementation: str) -> None:
         raise ValueError(f"deterministic: expected a target whose weights are not quantised, got {kind}")
     if implementation == "reference" or jax.default_backend() != "gpu":
         return
-    if target.config.has_slot_states:
-        raise ValueError("deterministic: on a GPU expected a target of attention alone, got one with other mixers")
+    if reason := next(filter(None, map(_unsupported, target.config.layers)), None):
+        raise ValueError(f"deterministic: on a GPU {reason}")
     weights: list[Any] = [w for layer in target.layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down)]
     reasons = [unsupported_weight(weight) for weight in (*weights, target.output_head) if weight is not None]
     experts: list[Any] = [(layer.experts_gate_up, layer.experts_down) for layer in target.layers]
@@ -52,3 +56,13 @@ def check_deterministic(target: Model, implementation: str) -> None:
                 "has at most %d; raise tensor_parallel, which divides the heads, or leave deterministic off",
                 *(group, most),
             )
+
+
+def _unsupported(layer: LayerConfig) -> str | None:
+    """Return a text that says why a layer with a gated delta net has no deterministic kernel; None if it has one."""
+    if not isinstance(mixer := layer.mixer, GatedDelta):
+        return None
+    if multiprocessors() is None:
+        return "gated delta nets need compute capability 9.0 and jax 0.11"
+    reason = in_order_kernel.unsupported(mixer.key_dim, mixer.value_dim)
+    return reason and f"gated delta nets: {reason}"

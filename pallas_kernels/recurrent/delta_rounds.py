@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.layers.hopper import HEIGHT, choose_compiled, multiprocessors
-from pallas_kernels.recurrent import delta_kernel, gated_delta
+from pallas_kernels.recurrent import delta_kernel, gated_delta, in_order_tokens
 from pallas_kernels.recurrent.delta_kernel import MOST_NODES, UNIT, Nodes, behind_of
 from pallas_kernels.recurrent.record_ring import RecordRing, block_of, states_of
 from pallas_kernels.recurrent.records import DeltaTokens, Records, SlotStates
@@ -29,7 +29,8 @@ def verify_round(
 ) -> tuple[Float[Array, "batch heads tokens value_dim"], Records]:
     """Compute the outputs of the tokens of a round and their records, as `gated_delta.verify` does.
 
-    The kernel takes up to `MOST_NODES` tokens a sequence; more of them, and deterministic ones, take the reference.
+    The kernel takes up to `MOST_NODES` tokens a sequence; more of them take the reference. Deterministic ones have a
+    kernel of their own.
 
     Args:
         state: states of all slots, each after its last multiple of `EVERY` committed tokens.
@@ -48,6 +49,8 @@ def verify_round(
         return gated_delta.verify(*before, new, seen, deterministic=deterministic)
 
     arguments = state, ring, slots, lengths, new, seen
+    if deterministic and in_order_tokens.has_kernel(ring):
+        return choose_compiled(implementation, in_order_tokens.verify, reference, *arguments)
     if deterministic or new.decays.shape[2] > MOST_NODES or not has_kernel(ring):
         return reference(*arguments)
     return choose_compiled(implementation, _verify, reference, *arguments)
@@ -79,6 +82,8 @@ def fold_round(
         folded = gated_delta.fold(states_of(state, slots), block, deterministic=deterministic)
         return state.at[slots].set(folded, mode="drop")
 
+    if deterministic and in_order_tokens.has_kernel(ring):
+        return choose_compiled(implementation, in_order_tokens.fold, reference, state, ring, slots, first)
     if deterministic or not has_kernel(ring):
         return reference(state, ring, slots, first)
     return choose_compiled(implementation, _fold, reference, state, ring, slots, first)

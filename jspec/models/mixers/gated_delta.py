@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 
 from convert.fields import CheckpointError
 from convert.huggingface import MapRow
+from jspec.core.numerics import Numerics
 from jspec.core.records import TokenBatch
 from jspec.models.mixers.mixer import Mixer
 from jspec.models.mixers.short_conv import squeezed_taps
@@ -20,7 +21,7 @@ from jspec.models.parts.conv_state import ConvState, convolved, taps_of
 from jspec.models.parts.delta_state import DeltaState, run_tokens
 from jspec.models.parts.kv_pool import MAX_POOL_ELEMENTS, PoolShape
 from jspec.models.parts.layer_weights import LayerWeights
-from jspec.models.parts.layers import by_token, product, small_product
+from jspec.models.parts.layers import by_token, norm_rows, product, small_product
 from jspec.models.parts.param_spec import ParamSpec, norm
 from pallas_kernels.layers.partial_sums import reduce_partials
 from pallas_kernels.layers.weights import Inputs, QuantizedActivation
@@ -145,20 +146,27 @@ class GatedDelta(Mixer):
         projected = reduce_partials(batch.unpack(product(batch.numerics)(x, layer.qkv)), dtype)
         gates = batch.unpack(small_product(x, layer.gates, batch.numerics)[None])[0]
         taps, inputs = taps_of(state.inputs, projected[..., : self.conv_size], self.taps, batch)
-        new = by_token(partial(self._tokens, layer, state.records.keys.dtype), batch.numerics, taps, gates)
+        made = partial(self._tokens, layer, state.records.keys.dtype, batch.numerics)
+        new = by_token(made, batch.numerics, taps, gates)
         new = DeltaTokens(*(jnp.swapaxes(rows, 1, 2) for rows in new))
         outputs, state = run_tokens(state._replace(inputs=inputs), new, batch)
         outputs, gate = jnp.swapaxes(outputs, 1, 2), projected[..., self.conv_size :]
-        return batch.pack(by_token(partial(self._gated, layer, eps, dtype), batch.numerics, outputs, gate)), state
+        gated = partial(self._gated, layer, eps, dtype, batch.numerics)
+        return batch.pack(by_token(gated, batch.numerics, outputs, gate)), state
 
     def _tokens(
-        self, layer: LayerWeights, dtype: Any, taps: Float[Array, "*rows taps channels"], gates: Array
+        self,
+        layer: LayerWeights,
+        dtype: Any,
+        numerics: Numerics,
+        taps: Float[Array, "*rows taps channels"],
+        gates: Array,
     ) -> DeltaTokens:
         """Return the inputs of the rule, [*rows, heads, ...], from inputs of the convolution, and rates and decays."""
         assert layer.conv is not None and layer.a_log is not None and layer.dt_bias is not None
         mixed = jax.nn.silu(convolved(taps, layer.conv))
         q, k, v = jnp.split(mixed, (self.key_size, 2 * self.key_size), axis=-1)
-        q, k = (_unit(_heads(rows, self.key_heads)) for rows in (q, k))
+        q, k = (_unit(_heads(rows, self.key_heads), numerics) for rows in (q, k))
         rates, decays = jnp.split(gates, 2, axis=-1)
         decays = jax.nn.softplus(decays + layer.dt_bias) * -jnp.exp(layer.a_log)
         q, k, v = (rows.astype(dtype) for rows in (q * self.key_dim**-0.5, k, _heads(v, self.value_heads)))
@@ -169,14 +177,14 @@ class GatedDelta(Mixer):
         layer: LayerWeights,
         eps: float,
         dtype: Any,
+        numerics: Numerics,
         outputs: Float[Array, "*rows heads value_dim"],
         gate: Float[Array, "*rows channels"],
     ) -> Float[Array, "*rows channels"]:
         """Return the normed outputs of all heads times the output gate."""
         assert layer.delta_norm is not None
-        mean = jnp.mean(outputs**2, axis=-1, keepdims=True)
-        normed = (outputs * jax.lax.rsqrt(mean + eps) * layer.delta_norm).reshape(gate.shape)
-        return (normed * jax.nn.silu(gate.astype(jnp.float32))).astype(dtype)
+        rows = norm_rows(outputs, layer.delta_norm.astype(jnp.float32), eps, numerics).reshape(gate.shape)
+        return (rows * jax.nn.silu(gate.astype(jnp.float32))).astype(dtype)
 
     def describe(self) -> dict[str, str]:
         """Describe heads and taps; `Mixer.describe`."""
@@ -188,5 +196,6 @@ def _heads(rows: Float[Array, "*rows channels"], heads: int) -> Float[Array, "*r
     return rows.reshape(*rows.shape[:-1], heads, -1)
 
 
-def _unit(rows: Float[Array, "*rows dim"]) -> Float[Array, "*rows dim"]:
-    return rows * jax.lax.rsqrt(jnp.sum(rows**2, axis=-1, keepdims=True) + UNIT_EPS)
+def _unit(rows: Float[Array, "*rows dim"], numerics: Numerics) -> Float[Array, "*rows dim"]:
+    size = rows.shape[-1]
+    return norm_rows(rows, jnp.full(size, size**-0.5, jnp.float32), UNIT_EPS / size, numerics)
