@@ -21,6 +21,7 @@ from pallas_kernels.recurrent.records import EVERY, SlotStates
 from pallas_kernels.recurrent.warpgroup import Warpgroup, launch, tiled
 
 UNIT = 32  # key channels are a multiple
+GROUP = 4  # heads whose decays and rates are loaded together: a load begins at a multiple of 16 bytes
 WIDEST = 128  # channels of a key head whose state fits into registers
 
 
@@ -42,7 +43,8 @@ class TokenRows(NamedTuple):
     queries: Float[Array, "rows key_heads key_dim"]
     keys: Float[Array, "rows key_heads key_dim"]
     values: Float[Array, "rows heads value_dim"]
-    tables: Float[Array, "heads 2 padded"]  # log decays, then rates; float32
+    decays: Float[Array, "rows padded"]  # log decays of the heads, padded to a multiple of `GROUP`; float32
+    rates: Float[Array, "rows padded"]
 
 
 class TreePaths(NamedTuple):
@@ -66,7 +68,7 @@ def unsupported(key_dim: int, value_dim: int) -> str | None:
 def advance(
     state: SlotStates,
     ring: RecordRing,
-    decays: Float[Array, "sequences heads every"],
+    decays: Float[Array, "sequences every padded"],
     sequences: Sequences,
     rows: TokenRows,
     paths: TreePaths | None,
@@ -80,7 +82,7 @@ def advance(
     Args:
         state: states of all slots [slots, ...], overwritten in place if donated and ``keeps``.
         ring: records of all slots.
-        decays: log decays of the block of records of each sequence.
+        decays: log decays of the block of records of each sequence, padded as those of tokens.
         sequences: which records and rows each sequence has.
         rows: the tokens.
         paths: ancestors of the tokens, which form trees; None: each token follows the one in the row before.
@@ -102,7 +104,7 @@ def advance(
 
     size = EVERY + block
     memory: list[Any] = [plgpu.SMEM((size, channels), dtype) for channels in (key_dim, key_dim, ROWS)]
-    memory += [plgpu.SMEM((size,), jnp.float32)] * 2
+    memory += [plgpu.SMEM((size, GROUP), jnp.float32)] * 2
     memory.append(plgpu.Barrier(num_arrivals=5, num_barriers=2))
     if paths is not None:
         memory.append(tiled(plgpu, (ROWS, key_dim), jnp.float32))
@@ -121,7 +123,7 @@ def block_for(tokens: int, key_dim: int, dtype: Any) -> int:
         NotImplementedError: the tokens do not fit into shared memory.
     """
     block = -(-tokens // EVERY) * EVERY
-    row = (2 * key_dim + ROWS) * jnp.dtype(dtype).itemsize + 8
+    row = (2 * key_dim + ROWS) * jnp.dtype(dtype).itemsize + 8 * GROUP
     if (EVERY + block) * row + 4 * ROWS * key_dim > SHARED_BYTES:
         raise NotImplementedError(
             f"deterministic: the kernel of the gated delta rule has no room for a round of {tokens} tokens; draft fewer"
@@ -138,7 +140,7 @@ class _InOrderMemory(NamedTuple):
     queries: Any  # [EVERY + block, key_dim]
     keys: Any
     values: Any  # [EVERY + block, ROWS]
-    decays: Any  # [EVERY + block]
+    decays: Any  # [EVERY + block, GROUP]
     rates: Any
     arrived: Any
     begin: Any = None  # [ROWS, key_dim]
@@ -151,11 +153,13 @@ class _InOrderCta:
         self.group, self.plgpu, self.memory = group, group.plgpu, memory
         self.block, self.keeps = block, keeps
         (self.state, self.ring_keys, self.ring_values, self.decays), refs = refs[:4], refs[4:]
-        self.rows, sequences, refs = TokenRows(*refs[:4]), Sequences(*refs[4:11]), refs[11:]
+        self.rows, sequences, refs = TokenRows(*refs[:5]), Sequences(*refs[5:12]), refs[12:]
         self.paths, (self.outputs, self.corrected) = TreePaths(*refs[:-2]) if len(refs) > 2 else None, refs[-2:]
         part, self.head, self.index = (jax.lax.axis_index(axis) for axis in ("part", "head", "sequence"))
         self.key_head = jax.lax.div(self.head, self.state.shape[1] // self.rows.keys.shape[1])
         self.channels = pl.ds(part * ROWS, ROWS)
+        self.member = jax.lax.rem(self.head, GROUP)  # place of the head in its group
+        self.group_heads = pl.ds(self.head - self.member, GROUP)
         self.sequence = Sequences(*(of[self.index] for of in sequences))
 
     def run(self):
@@ -176,7 +180,7 @@ class _InOrderCta:
         rows = pl.ds(jax.lax.rem(jax.lax.div(self.sequence.positions, EVERY), blocks) * EVERY, EVERY)
         keys = self.ring_keys.at[slot, rows, self.key_head]
         values = self.ring_values.at[slot, rows, self.head, self.channels]
-        decays = self.decays.at[self.index, self.head]
+        decays = self.decays.at[self.index, :, self.group_heads]
         self.copy((keys, keys, values, decays, decays), 0, EVERY)
 
     def fetch_tokens(self, index):
@@ -184,7 +188,7 @@ class _InOrderCta:
         rows = pl.ds(self.sequence.first + (index - 1) * self.block, self.block)
         queries, keys = (of.at[rows, self.key_head] for of in self.rows[:2])
         values = self.rows.values.at[rows, self.head, self.channels]
-        decays, rates = (self.rows.tables.at[self.head, table, rows] for table in range(2))
+        decays, rates = (of.at[rows, self.group_heads] for of in self.rows[3:])
         self.copy((queries, keys, values, decays, rates), jax.lax.rem(index, 2), self.block)
 
     def copy(self, sources, stage, count):
@@ -241,8 +245,8 @@ class _InOrderCta:
         queries, keys, values, decays, rates = self.memory[:5]
         key = self.group.per_column(keys.at[place]).astype(jnp.float32)
         value = self.group.load(values.at[place], self.group.layout.reduce(1)).astype(jnp.float32)
-        state = state * jnp.exp(decays[place])
-        wanted = (value - jnp.sum(state * key, axis=1)) * rates[place]
+        state = state * jnp.exp(decays[place, self.member])
+        wanted = (value - jnp.sum(state * key, axis=1)) * rates[place, self.member]
         wanted = wanted.astype(self.group.dtype).astype(jnp.float32)
         corrected = jnp.where(jnp.broadcast_to(is_token, value.shape), wanted, value)
         state = state + jax.lax.broadcast_in_dim(corrected, state.shape, [0]) * key

@@ -9,12 +9,19 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.layers.hopper import multiprocessors
-from pallas_kernels.recurrent.in_order_kernel import Sequences, TokenRows, TreePaths, advance, block_for, unsupported
+from pallas_kernels.recurrent.in_order_kernel import (
+    GROUP,
+    Sequences,
+    TokenRows,
+    TreePaths,
+    advance,
+    block_for,
+    unsupported,
+)
 from pallas_kernels.recurrent.record_ring import RecordRing, block_of
 from pallas_kernels.recurrent.records import EVERY, DeltaTokens, Records, SlotStates
 
 Outputs = Float[Array, "batch heads tokens value_dim"]
-UNIT = 4  # float32 numbers in the 16 bytes to which rows of a table are padded
 
 
 def has_kernel(ring: RecordRing) -> bool:
@@ -30,8 +37,8 @@ def fold(
     every = jnp.full_like(slots, EVERY)
     sequences = _sequences(slots, nothing, first, every, nothing, nothing, nothing)
     keys, values = (jnp.zeros((1, *of.shape[2:]), of.dtype) for of in ring[:2])
-    rows = TokenRows(keys, keys, values, jnp.zeros((state.shape[1], 2, UNIT), jnp.float32))
-    decays = ring.decays_at(slots, block_of(first))
+    decays = _behind(ring, slots, first)
+    rows = TokenRows(keys, keys, values, decays[0, :1], decays[0, :1])
     _, _, folded = advance(state, ring, decays, sequences, rows, None, interpret=interpret)
     assert folded is not None
     return folded
@@ -53,7 +60,7 @@ def verify(
     used = jnp.minimum(slots, len(state) - 1)
     counts = jnp.full_like(slots, count)
     sequences = _sequences(used, nothing, lengths, lengths % EVERY, first, counts, nothing)
-    decays = ring.decays_at(slots, block_of(lengths))
+    decays = _behind(ring, slots, lengths)
     block, paths = block_for(count, state.shape[3], new.keys.dtype), paths_of(seen) if count > 1 else None
     outputs, corrected, _ = advance(
         state, ring, decays, sequences, rows_of(new), paths, block=block, keeps=False, interpret=interpret
@@ -95,7 +102,7 @@ def run_pieces(
     if slots is None:
         before, slots = jnp.zeros((1, *state.shape[1:]), state.dtype), jnp.zeros_like(starts)
         is_new, records = jnp.ones_like(is_new), jnp.zeros_like(records)
-    decays = ring.decays_at(slots, block_of(starts))
+    decays = _behind(ring, slots, starts)
     slots = jnp.where(starts < ends, slots, len(before))
     kept = jnp.where(whole >= starts, whole - starts, -1)
     sequences = _sequences(slots, is_new, starts, records, first, ends - starts, kept)
@@ -112,9 +119,18 @@ def run_pieces(
 def rows_of(new: DeltaTokens) -> TokenRows:
     """Return the rows of tokens."""
     queries, keys, values = (jnp.swapaxes(of, 1, 2).reshape(-1, of.shape[1], of.shape[3]) for of in new[:3])
-    decays, rates = (jnp.swapaxes(of, 0, 1).reshape(of.shape[1], -1) for of in new[3:])
-    tables = jnp.stack([decays, rates], axis=1)
-    return TokenRows(queries, keys, values, jnp.pad(tables, ((0, 0), (0, 0), (0, -tables.shape[2] % UNIT))))
+    return TokenRows(queries, keys, values, *(_by_head(of).reshape(len(keys), -1) for of in new[3:]))
+
+
+def _behind(
+    ring: RecordRing, slots: Int[Array, "batch"], position: Int[Array, "batch"]
+) -> Float[Array, "batch every padded"]:
+    """Return the log decays of the blocks of records that have some positions."""
+    return _by_head(ring.decays_at(slots, block_of(position)))
+
+
+def _by_head(numbers: Float[Array, "batch heads tokens"]) -> Float[Array, "batch tokens padded"]:
+    return jnp.pad(jnp.swapaxes(numbers, 1, 2), ((0, 0), (0, 0), (0, -numbers.shape[1] % GROUP)))
 
 
 def paths_of(seen: Bool[Array, "batch tokens tokens"]) -> TreePaths:
