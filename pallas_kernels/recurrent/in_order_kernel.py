@@ -50,8 +50,9 @@ class TokenRows(NamedTuple):
 class TreePaths(NamedTuple):
     """The ancestors of each token of trees; all arrays are int32."""
 
-    depths: Int[Array, "rows"]  # number of ancestors
-    shared: Int[Array, "rows"]  # how many of them the state after the token in the row before has: all, or 0
+    # Of each token of a sequence, padded to `block_for` them: the number of its ancestors, then how many of these the
+    # state after the token in the row before has: all, or 0.
+    counts: Int[Array, "sequences 2 block"]
     ancestors: Int[Array, "rows tokens"]  # indices among the tokens of the sequence, the root first
 
 
@@ -107,7 +108,7 @@ def advance(
     memory += [plgpu.SMEM((size, GROUP), jnp.float32)] * 2
     memory.append(plgpu.Barrier(num_arrivals=5, num_barriers=2))
     if paths is not None:
-        memory.append(tiled(plgpu, (ROWS, key_dim), jnp.float32))
+        memory += [plgpu.SMEM((2, block), jnp.int32), tiled(plgpu, (ROWS, key_dim), jnp.float32)]
     out = [jax.ShapeDtypeStruct(rows.values.shape, of) for of in (jnp.float32, dtype)]
     grid = {"part": value_dim // ROWS, "head": heads, "sequence": len(sequences.slots)}
     states: Any = jax.new_ref(state) if keeps else state
@@ -124,7 +125,7 @@ def block_for(tokens: int, key_dim: int, dtype: Any) -> int:
     """
     block = -(-tokens // EVERY) * EVERY
     row = (2 * key_dim + ROWS) * jnp.dtype(dtype).itemsize + 8 * GROUP
-    if (EVERY + block) * row + 4 * ROWS * key_dim > SHARED_BYTES:
+    if (EVERY + block) * row + 8 * block + 4 * ROWS * key_dim > SHARED_BYTES:
         raise NotImplementedError(
             f"deterministic: the kernel of the gated delta rule has no room for a round of {tokens} tokens; draft fewer"
         )
@@ -132,7 +133,7 @@ def block_for(tokens: int, key_dim: int, dtype: Any) -> int:
 
 
 class _InOrderMemory(NamedTuple):
-    """The shared memory of a CTA: rows of two blocks, and the state in front of all tokens if they form a tree.
+    """The shared memory of a CTA: rows of two blocks; for trees the ancestors' counts, and the state before all tokens.
 
     Block 0 and every second one after it begin at row 0, the others at row `EVERY`.
     """
@@ -143,6 +144,7 @@ class _InOrderMemory(NamedTuple):
     decays: Any  # [EVERY + block, GROUP]
     rates: Any
     arrived: Any
+    counts: Any = None  # [2, block]
     begin: Any = None  # [ROWS, key_dim]
 
 
@@ -175,13 +177,15 @@ class _InOrderCta:
             jax.lax.fori_loop(0, blocks + 1, self.run_block, state)
 
     def fetch_records(self):
-        """Begins to load block 0; records have no queries and no rates, whose places get keys and decays."""
+        """Begins to load block 0; records have no queries and no rates: keys and decays, or counts, are loaded."""
         blocks, slot = self.ring_keys.shape[1] // EVERY, self.sequence.slots
         rows = pl.ds(jax.lax.rem(jax.lax.div(self.sequence.positions, EVERY), blocks) * EVERY, EVERY)
         keys = self.ring_keys.at[slot, rows, self.key_head]
         values = self.ring_values.at[slot, rows, self.head, self.channels]
         decays = self.decays.at[self.index, :, self.group_heads]
-        self.copy((keys, keys, values, decays, decays), 0, EVERY)
+        *places, rates = (of.at[pl.ds(0, EVERY)] for of in self.memory[:5])
+        last, place = (decays, rates) if self.paths is None else (self.paths.counts.at[self.index], self.memory.counts)
+        self.copy((keys, keys, values, decays, last), (*places, place), 0)
 
     def fetch_tokens(self, index):
         """Begins to load a block of tokens."""
@@ -189,11 +193,13 @@ class _InOrderCta:
         queries, keys = (of.at[rows, self.key_head] for of in self.rows[:2])
         values = self.rows.values.at[rows, self.head, self.channels]
         decays, rates = (of.at[rows, self.group_heads] for of in self.rows[3:])
-        self.copy((queries, keys, values, decays, rates), jax.lax.rem(index, 2), self.block)
+        stage = jax.lax.rem(index, 2)
+        places = [of.at[pl.ds(stage * EVERY, self.block)] for of in self.memory[:5]]
+        self.copy((queries, keys, values, decays, rates), places, stage)
 
-    def copy(self, sources, stage, count):
-        for source, target in zip(sources, self.memory[:5], strict=True):
-            self.plgpu.copy_gmem_to_smem(source, target.at[pl.ds(stage * EVERY, count)], self.memory.arrived.at[stage])
+    def copy(self, sources, places, stage):
+        for source, place in zip(sources, places, strict=True):
+            self.plgpu.copy_gmem_to_smem(source, place, self.memory.arrived.at[stage])
 
     def run_block(self, index, state):
         """Advances the state by the rows of a block."""
@@ -225,13 +231,14 @@ class _InOrderCta:
         """Advances the state by a row of a block, in a tree that of its parent."""
         if (paths := self.paths) is None:
             return self.step(index, row, state)
-        is_token, token = index > 0, self.sequence.first + jnp.where(index > 0, row, 0)
-        depth, shared = (jnp.where(is_token, of[token], 0) for of in paths[:2])
+        is_token = index > 0
+        depth, shared = (jnp.where(is_token, self.memory.counts[of, row], 0) for of in range(2))
         is_other = is_token & (shared == 0)
         state = jnp.where(jnp.broadcast_to(is_other, state.shape), self.group.read(self.memory.begin), state)
 
         def follow(age, state):
-            return self.step(index, jnp.where(age < depth, paths.ancestors[token, age], row), state)
+            place = self.sequence.first + row, age
+            return self.step(index, jax.lax.cond(age < depth, lambda: paths.ancestors[place], lambda: row), state)
 
         return jax.lax.fori_loop(shared, depth + 1, follow, state)
 

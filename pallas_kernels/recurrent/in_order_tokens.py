@@ -61,7 +61,8 @@ def verify(
     counts = jnp.full_like(slots, count)
     sequences = _sequences(used, nothing, lengths, lengths % EVERY, first, counts, nothing)
     decays = _behind(ring, slots, lengths)
-    block, paths = block_for(count, state.shape[3], new.keys.dtype), paths_of(seen) if count > 1 else None
+    block = block_for(count, state.shape[3], new.keys.dtype)
+    paths = paths_of(seen, block) if count > 1 else None
     outputs, corrected, _ = advance(
         state, ring, decays, sequences, rows_of(new), paths, block=block, keeps=False, interpret=interpret
     )
@@ -133,7 +134,7 @@ def _by_head(numbers: Float[Array, "batch heads tokens"]) -> Float[Array, "batch
     return jnp.pad(jnp.swapaxes(numbers, 1, 2), ((0, 0), (0, 0), (0, -numbers.shape[1] % GROUP)))
 
 
-def paths_of(seen: Bool[Array, "batch tokens tokens"]) -> TreePaths:
+def paths_of(seen: Bool[Array, "batch tokens tokens"], block: int) -> TreePaths:
     """Return the ancestors of the tokens of trees, given which tokens each token follows, itself included."""
     count = seen.shape[1]
     depths = jnp.maximum(jnp.sum(seen, axis=2, dtype=jnp.int32) - 1, 0)
@@ -142,7 +143,8 @@ def paths_of(seen: Bool[Array, "batch tokens tokens"]) -> TreePaths:
     ancestors = jnp.sum(jnp.where(is_ancestor, index, 0), axis=3)
     follows = jnp.any(seen & jnp.eye(count, k=-1, dtype=bool), axis=2)  # the token in the row before
     is_child = follows & (depths == jnp.pad(depths, ((0, 0), (1, 0)))[:, :-1] + 1)
-    return TreePaths(depths.ravel(), jnp.where(is_child, depths, 0).ravel(), ancestors.reshape(-1, count))
+    counts = jnp.stack([depths, jnp.where(is_child, depths, 0)], axis=1)
+    return TreePaths(jnp.pad(counts, ((0, 0), (0, 0), (0, block - count))), ancestors.reshape(-1, count))
 
 
 def _sequences(*fields: Array) -> Sequences:
