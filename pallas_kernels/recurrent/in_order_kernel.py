@@ -92,8 +92,8 @@ def advance(
         interpret: False, or jax's parameters for interpreting the kernel and detecting races.
 
     Returns:
-        The outputs in float32 and the corrected values, undefined in rows without a token, and the states of all slots,
-        None if they are not stored.
+        The outputs, and the corrected values rounded to the dtype of tokens, both in float32; they are undefined in
+        rows without a token. Last the states of all slots, None if they are not stored.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu  # needs absl: imported only where it is used
 
@@ -109,7 +109,7 @@ def advance(
     memory.append(plgpu.Barrier(num_arrivals=5, num_barriers=2))
     if paths is not None:
         memory += [plgpu.SMEM((2, block), jnp.int32), tiled(plgpu, (ROWS, key_dim), jnp.float32)]
-    out = [jax.ShapeDtypeStruct(rows.values.shape, of) for of in (jnp.float32, dtype)]
+    out = [jax.ShapeDtypeStruct(rows.values.shape, jnp.float32)] * 2
     grid = {"part": value_dim // ROWS, "head": heads, "sequence": len(sequences.slots)}
     states: Any = jax.new_ref(state) if keeps else state
     inputs = states, ring.keys, ring.values, decays, *rows, *sequences, *(paths or ())
@@ -263,7 +263,7 @@ class _InOrderCta:
         def _():
             target = self.sequence.first + (index - 1) * self.block + row, self.head, self.channels
             self.outputs[target] = output
-            self.corrected[target] = corrected.astype(self.group.dtype)
+            self.corrected[target] = corrected
 
         self.keep(state, is_token & ((index - 1) * self.block + row + 1 == self.sequence.kept))
         return state

@@ -66,10 +66,7 @@ def verify(
     outputs, corrected, _ = advance(
         state, ring, decays, sequences, rows_of(new), paths, block=block, keeps=False, interpret=interpret
     )
-    # Rows are written after the kernel has read the ring: else the ring is copied.
-    results = jax.lax.optimization_barrier((outputs, corrected, new.keys, new.decays))
-    outputs, corrected = (_by_sequence(of, batch) for of in results[:2])
-    return outputs, Records(results[2], corrected, results[3])
+    return _results(outputs, corrected, new)
 
 
 class Pieces(NamedTuple):
@@ -111,10 +108,7 @@ def run_pieces(
     outputs, corrected, after = advance(
         before, ring, decays, sequences, rows_of(new), None, keeps=keeps, interpret=interpret
     )
-    # Records are written after they have been read: else they are copied.
-    results = jax.lax.optimization_barrier((outputs, corrected, new.keys, new.decays))
-    outputs, corrected = (_by_sequence(of, len(new.keys)) for of in results[:2])
-    return outputs, Records(results[2], corrected, results[3]), state if after is None else after
+    return *_results(outputs, corrected, new), state if after is None else after
 
 
 def rows_of(new: DeltaTokens) -> TokenRows:
@@ -151,5 +145,10 @@ def _sequences(*fields: Array) -> Sequences:
     return Sequences(*(of.astype(jnp.int32) for of in fields))
 
 
-def _by_sequence(rows: Float[Array, "rows heads value_dim"], batch: int) -> Outputs:
-    return jnp.swapaxes(rows.reshape(batch, -1, *rows.shape[1:]), 1, 2)
+def _results(
+    outputs: Float[Array, "rows heads value_dim"], corrected: Float[Array, "rows heads value_dim"], new: DeltaTokens
+) -> tuple[Outputs, Records]:
+    # Records are written after the kernel has read the ring: else the ring is copied.
+    outputs, corrected, keys, decays = jax.lax.optimization_barrier((outputs, corrected, new.keys, new.decays))
+    outputs, corrected = (jnp.swapaxes(of.reshape(len(keys), -1, *of.shape[1:]), 1, 2) for of in (outputs, corrected))
+    return outputs, Records(keys, corrected.astype(new.values.dtype), decays)
