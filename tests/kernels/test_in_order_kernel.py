@@ -29,8 +29,11 @@ REFERENCE = {"implementation": "reference", "deterministic": True}
 @mosaic
 @pytest.mark.parametrize(
     ("parents", "lengths", "dims"),
-    [([-1], [40, 71], PUBLISHED), (CHAIN, [32, 63], PUBLISHED), (TREE, [5, 66], OTHER)],
-    ids=["plain", "chain", "tree"],
+    [
+        pytest.param([-1], [40, 71], PUBLISHED, id="plain", marks=pytest.mark.long),
+        pytest.param(CHAIN, [32, 63], PUBLISHED, id="chain"),
+        pytest.param(TREE, [5, 66], OTHER, id="tree"),
+    ],
 )
 def test_outputs_and_values_of_nodes(parents: list[int], lengths: list[int], dims: tuple[int, int]) -> None:
     arguments = problem(parents, lengths, [2, 0], dims)
@@ -79,7 +82,13 @@ def by_kernel(state: Any, new: DeltaTokens, batch: Any) -> prompts.PrefillResult
 
 
 @mosaic
-@pytest.mark.parametrize("name", ["starts off a block", "no state advances", "many short pieces"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "starts off a block",
+        *(pytest.param(of, marks=pytest.mark.long) for of in ("no state advances", "many short pieces")),
+    ],
+)
 def test_pieces_of_prompts_have_the_outputs_states_and_records_of_the_reference(name: str) -> None:
     given = prefill(name, "float32")
     wanted = prompts.by_blocks(*given)
