@@ -103,7 +103,8 @@ class EngineConfig:
             widens the weights that a Hugging Face folder quantises. The drafter has an option of its own.
         deterministic: emit exactly the same tokens for every drafter, tree, bucket, batch, slot, page size and
             division of the prompts into prefills, at temperature 0 or with a seed under "coupled". This takes more
-            time, and needs weights that are not quantised.
+            time, and needs weights that are not quantised. On a GPU layers with convolutions need weights of 16 bits,
+            and those with gated delta nets compute capability 9.0.
         tensor_parallel: number of devices over which weights and KV pools are divided; the first devices are taken, or
             the first of each process (`jspec.distributed`), equally many. It must divide the numbers of query heads and
             of channels of the feed-forward; and the number of key-value heads, or be a multiple of it.

@@ -24,12 +24,11 @@ from jspec.models.block import Norm, mlp_part
 from jspec.models.config.decoder_config import ModelConfig
 from jspec.models.mlps.mlp_config import Dense
 from jspec.models.parts.layer_weights import LayerWeights, optional
-from jspec.models.parts.layers import head_product, limited
+from jspec.models.parts.layers import head_product, limited, norm_rows
 from jspec.models.parts.param_spec import Params
 from jspec.models.weights.params import model_params
 from pallas_kernels.layers.gated_matmul import kernel_padding
 from pallas_kernels.layers.partial_sums import PartialSums, reduce_partials
-from pallas_kernels.layers.residual_norm import add_rms_norm, rms_norm
 from pallas_kernels.layers.shard import look_up
 from pallas_kernels.layers.weights import Inputs, Weight
 
@@ -164,10 +163,8 @@ def forward(
     eps, used = model.config.norm_eps, batch.pack(batch.is_used)
     x = normed = model.embedded(batch.pack(batch.tokens))
     first_norm = model.layers[0].attn_norm
-    if first_norm is not None and batch.deterministic:  # add zeros: only `add_rms_norm` can be deterministic
-        x, normed = add_rms_norm(x, jnp.zeros((1, *x.shape), x.dtype), first_norm, eps=eps, **batch.numerics.options)
-    elif first_norm is not None:
-        normed = rms_norm(x, first_norm, eps)
+    if first_norm is not None:
+        normed = norm_rows(x, first_norm, eps, batch.numerics)
     new_cache = []
 
     def mix(index: int, normed: Inputs) -> Any:

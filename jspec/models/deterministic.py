@@ -6,13 +6,19 @@ import logging
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jspec.models.decoder import Model
 from jspec.models.mixers.attention import Attention
+from jspec.models.mixers.gated_delta import GatedDelta
+from jspec.models.mixers.mixer import Mixer
+from jspec.models.mixers.short_conv import ShortConv
 from jspec.models.weights.quantize import quantized_as
 from pallas_kernels.attention.paged_attention import most_query_heads
 from pallas_kernels.layers.dense.deterministic_matmul import unsupported_weight
 from pallas_kernels.layers.experts.expert_matmul import unsupported_experts
+from pallas_kernels.layers.hopper import multiprocessors
+from pallas_kernels.recurrent import in_order_kernel
 
 logger = logging.getLogger(__name__)
 
@@ -33,10 +39,9 @@ def check_deterministic(target: Model, implementation: str) -> None:
         raise ValueError(f"deterministic: expected a target whose weights are not quantised, got {kind}")
     if implementation == "reference" or jax.default_backend() != "gpu":
         return
-    if target.config.has_slot_states:
-        raise ValueError("deterministic: on a GPU expected a target of attention alone, got one with other mixers")
     weights: list[Any] = [w for layer in target.layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down)]
     reasons = [unsupported_weight(weight) for weight in (*weights, target.output_head) if weight is not None]
+    reasons += [_unsupported_mixer(layer.mixer, target.dtype) for layer in target.config.layers]
     experts: list[Any] = [(layer.experts_gate_up, layer.experts_down) for layer in target.layers]
     for gate_up, down in (pair for pair in experts if pair[0] is not None):
         reasons.append(unsupported_experts(gate_up, target.dtype, gated=True))
@@ -52,3 +57,21 @@ def check_deterministic(target: Model, implementation: str) -> None:
                 "has at most %d; raise tensor_parallel, which divides the heads, or leave deterministic off",
                 *(group, most),
             )
+
+
+def _unsupported_mixer(mixer: Mixer, dtype: jnp.dtype) -> str | None:
+    """Return a text that says why a layer with a slot's state is not deterministic; None if it is.
+
+    A program may round a product before it adds it or not. Products of two numbers of 16 bits need no rounding in
+    float32, so sums of a convolution are the same in either case.
+    """
+    if not isinstance(mixer, (GatedDelta, ShortConv)):
+        return None
+    if dtype.itemsize > 2:
+        return f"convolutions must have weights of 16 bits, got {dtype}"
+    if isinstance(mixer, ShortConv):
+        return None
+    if multiprocessors() is None:
+        return "gated delta nets need compute capability 9.0 and jax 0.11"
+    reason = in_order_kernel.unsupported(mixer.key_dim, mixer.value_dim)
+    return reason and f"gated delta nets: {reason}"

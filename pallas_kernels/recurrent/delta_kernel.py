@@ -23,7 +23,7 @@ from pallas_kernels.layers.hopper import HEIGHT as ROWS
 from pallas_kernels.recurrent.delta_cta import COLUMNS, UNIT, Cta, CtaMemory, memory_of
 from pallas_kernels.recurrent.record_ring import RecordRing
 from pallas_kernels.recurrent.records import EVERY, SlotStates
-from pallas_kernels.recurrent.warpgroup import Warpgroup, launch
+from pallas_kernels.recurrent.warpgroup import Warpgroup, launch, lowered_once
 
 MOST_NODES = 64
 
@@ -59,6 +59,7 @@ class Nodes(NamedTuple):
     tables: Float[Array, "batch heads rows nodes"]
 
 
+@lowered_once()
 def fold(
     state: SlotStates,
     ring: RecordRing,
@@ -99,6 +100,7 @@ def fold(
     return jax.freeze(states)
 
 
+@lowered_once()
 def verify(
     state: SlotStates,
     ring: RecordRing,

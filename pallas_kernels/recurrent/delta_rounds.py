@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.layers.hopper import HEIGHT, choose_compiled, multiprocessors
-from pallas_kernels.recurrent import delta_kernel, gated_delta
+from pallas_kernels.recurrent import delta_kernel, gated_delta, in_order_tokens
 from pallas_kernels.recurrent.delta_kernel import MOST_NODES, UNIT, Nodes, behind_of
 from pallas_kernels.recurrent.record_ring import RecordRing, block_of, states_of
 from pallas_kernels.recurrent.records import DeltaTokens, Records, SlotStates
@@ -30,7 +32,8 @@ def verify_and_write(
 ) -> tuple[Float[Array, "batch heads tokens value_dim"], RecordRing]:
     """Compute the outputs of the tokens of a round, and write their records into the ring behind the committed ones.
 
-    The kernel takes up to `MOST_NODES` tokens a sequence; more of them, and deterministic ones, take the reference.
+    The kernel takes up to `MOST_NODES` tokens a sequence; more of them take the reference. Deterministic ones have a
+    kernel of their own.
 
     Args:
         state: states of all slots, each after its last multiple of `EVERY` committed tokens.
@@ -44,13 +47,16 @@ def verify_and_write(
         deterministic: compute token after token, so that bits depend neither on the rounds nor on the tree.
     """
 
-    def reference(*arguments: Any) -> tuple[Array, RecordRing]:
+    def written_after(verify: Callable[..., tuple[Array, Records]], *arguments: Any, **options: Any) -> Any:
         *inputs, written = arguments
-        outputs, records = verify_round(*inputs, deterministic=deterministic)
+        outputs, records = verify(*inputs, **options)
         _, ring, slots, lengths, *_ = inputs
         return outputs, ring.written(*_targets(ring, slots, lengths, written), records)
 
+    reference = partial(written_after, partial(verify_round, deterministic=deterministic))
     arguments = state, ring, slots, lengths, new, seen, written
+    if deterministic and in_order_tokens.has_kernel(ring):
+        return choose_compiled(implementation, partial(written_after, in_order_tokens.verify), reference, *arguments)
     if deterministic or new.decays.shape[2] > MOST_NODES or not has_kernel(ring):
         return reference(*arguments)
     return choose_compiled(implementation, _verify, reference, *arguments)
@@ -106,6 +112,8 @@ def fold_round(
         folded = gated_delta.fold(states_of(state, slots), block, deterministic=deterministic)
         return state.at[slots].set(folded, mode="drop")
 
+    if deterministic and in_order_tokens.has_kernel(ring):
+        return choose_compiled(implementation, in_order_tokens.fold, reference, state, ring, slots, first)
     if deterministic or not has_kernel(ring):
         return reference(state, ring, slots, first)
     return choose_compiled(implementation, _fold, reference, state, ring, slots, first)

@@ -7,7 +7,6 @@ rounds read of the nodes, in the rows of their slots: inputs of the convolution,
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +18,7 @@ from pallas_kernels.layers.hopper import HEIGHT
 from pallas_kernels.recurrent.delta_cta import UNIT
 from pallas_kernels.recurrent.delta_kernel import Nodes
 from pallas_kernels.recurrent.record_ring import RecordRing
-from pallas_kernels.recurrent.warpgroup import Warpgroup, launch, tiled
+from pallas_kernels.recurrent.warpgroup import Warpgroup, launch, lowered_once, tiled
 
 ROWS = 8  # rows that a warpgroup norms at a time
 BLOCK = 128  # channels that a warpgroup computes at a time, one in each thread
@@ -40,7 +39,7 @@ class NodeRows(NamedTuple):
     lengths: Int[Array, "batch"]
 
 
-@partial(jax.jit, static_argnames=("interpret",))
+@lowered_once()
 def prepare(
     rows: NodeRows,
     weight: Float[Array, "channels taps"],

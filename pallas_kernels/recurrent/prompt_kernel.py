@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.layers.hopper import HEIGHT as ROWS
 from pallas_kernels.recurrent.records import SlotStates
-from pallas_kernels.recurrent.warpgroup import Warpgroup, launch, tiled
+from pallas_kernels.recurrent.warpgroup import Warpgroup, launch, lowered_once, tiled
 
 CHUNK = ROWS  # tokens of a chunk
 STAGES = 2  # chunks in shared memory
@@ -57,6 +57,7 @@ class _ChunkMemory(NamedTuple):
     arrived: Any
 
 
+@lowered_once()
 def advance(
     state: SlotStates,
     rows: tuple[Array, Array, Array],

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Int
 
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.layers.hopper import choose_compiled, multiprocessors
-from pallas_kernels.recurrent.warpgroup import launch
+from pallas_kernels.recurrent.warpgroup import launch, lowered_once
 
 ROWS = 8  # rows that a CTA has in shared memory at a time
 BYTES = 4096  # of a row that a CTA moves at most
@@ -71,7 +71,7 @@ def _pieces(rows: Array) -> Array:
     return rows.reshape(*rows.shape[:2], -1, lines, width)
 
 
-@partial(jax.jit, static_argnames=("interpret",))
+@lowered_once()
 def _move(arrays: list[Array], slots: Array, source: Array, target: Array, moved: Array, *, interpret: Any) -> Any:
     from jax.experimental.pallas import mosaic_gpu as plgpu  # needs absl: imported only where it is used
 

@@ -14,11 +14,12 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.recurrent.prompt_kernel import CHUNK
-from pallas_kernels.recurrent.warpgroup import Warpgroup, launch, tiled
+from pallas_kernels.recurrent.warpgroup import Warpgroup, launch, lowered_once, tiled
 
 COLUMNS = 8  # of an inverse that substitution takes as one array
 
 
+@lowered_once("key_dim")
 def solve(
     rows: tuple[Array, Array],
     summed: Float[Array, "chunks heads 2 tokens"],

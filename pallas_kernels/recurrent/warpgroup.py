@@ -6,6 +6,7 @@ operand as two numbers of the dtype of tokens, high and low.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,6 +14,17 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.layers.hopper import HEIGHT
+
+
+def lowered_once(*static: str) -> Any:
+    """Return a decorator of functions that run a kernel: all layers share what is traced and lowered.
+
+    A kernel takes seconds to lower, so 48 layers of three kernels would take minutes.
+
+    Args:
+        static: names of further arguments that are no arrays, besides ``interpret``.
+    """
+    return partial(jax.jit, static_argnames=("interpret", *static))
 
 
 def tiled(plgpu, shape, dtype, columns=None):

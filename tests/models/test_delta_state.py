@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jspec.core.ancestors import ancestors, depths
-from jspec.core.numerics import Numerics
+from jspec.core.numerics import REFERENCE, Numerics
 from jspec.core.records import PromptBatch, SlotView, TokenBatch, Verdict
 from jspec.core.tree import Tree
 from jspec.models.kv_cache import commit
@@ -39,20 +39,20 @@ TEXTS: dict[str, Callable[[np.random.Generator], dict[str, Any]]] = {
 }
 
 
-def token(rng: np.random.Generator, text: str) -> dict[str, np.ndarray]:
-    """Draw the inputs of one token, for all heads."""
-    made = TEXTS[text](rng)
+def token(rng: np.random.Generator, text: str, dims: tuple[int, int] = (KEY_DIM, DIM)) -> dict[str, np.ndarray]:
+    """Draw the inputs of one token, for all heads, whose keys and values have some numbers of channels."""
+    made, (key_dim, dim) = TEXTS[text](rng), dims
     keys = (
-        np.broadcast_to(made["key"], (KEY_HEADS, KEY_DIM))
+        np.broadcast_to(made["key"], (KEY_HEADS, key_dim))
         if "key" in made
-        else rng.standard_normal((KEY_HEADS, KEY_DIM))
+        else rng.standard_normal((KEY_HEADS, key_dim))
     )
-    queries = rng.standard_normal((KEY_HEADS, KEY_DIM))
+    queries = rng.standard_normal((KEY_HEADS, key_dim))
     keys, queries = (rows / np.linalg.norm(rows, axis=-1, keepdims=True) for rows in (keys, queries))
     return {
         "queries": queries.astype(np.float32),
         "keys": keys.astype(np.float32),
-        "values": rng.standard_normal((HEADS, DIM)).astype(np.float32),
+        "values": rng.standard_normal((HEADS, dim)).astype(np.float32),
         "decays": np.full(HEADS, made.get("decay", -rng.exponential(0.1)), np.float32),
         "rates": np.full(HEADS, made.get("rate", rng.random()), np.float32),
     }
@@ -91,15 +91,23 @@ def steps(tree: Tree) -> tuple[Callable[..., Any], Callable[..., Any]]:
 class DeltaRounds:
     """Random texts in slots, whose states are compared with the recurrence at every node."""
 
-    def __init__(self, name: str, text: str, *, deterministic: bool = False, seed: int = 0) -> None:
-        self.rng, self.text = np.random.default_rng(seed), text
+    def __init__(
+        self,
+        name: str,
+        text: str,
+        *,
+        numerics: Numerics = REFERENCE,
+        dims: tuple[int, int] = (KEY_DIM, DIM),
+        seed: int = 0,
+    ) -> None:
+        self.rng, self.text, self.dims = np.random.default_rng(seed), text, dims
         self.tree, self.parents = (CHAIN, PARENTS["chain"]) if name == "chain" else (TREE, PARENTS["tree"])
         self.nodes = len(self.parents)
         pool = PoolShape(SLOTS, 2, 16, 512, "float32", "float32", round_rows=self.nodes)
         inputs = ConvState.zeros(pool, 1, 2)
-        state = DeltaState.zeros(pool, (KEY_HEADS, HEADS), (KEY_DIM, DIM), inputs)
+        state = DeltaState.zeros(pool, (KEY_HEADS, HEADS), dims, inputs)
         self.state = jax.tree.map(lambda rows: jnp.full_like(rows, np.nan), state)  # of requests before
-        self.numerics = Numerics("reference", deterministic)
+        self.numerics = numerics
         self.run, self.accept = steps(self.tree)
         self.committed: dict[int, list[dict[str, np.ndarray]]] = {}
         self.wanted: dict[int, list[np.ndarray]] = {}  # the states before, after one, after two, ... committed tokens
@@ -121,11 +129,11 @@ class DeltaRounds:
         self.error = max(self.error, error if np.isfinite(error) else np.inf)
 
     def drawn(self, count: int) -> list[dict[str, np.ndarray]]:
-        return [token(self.rng, self.text) for _ in range(count)]
+        return [token(self.rng, self.text, self.dims) for _ in range(count)]
 
     def prompt(self, slot: int, pieces: list[int], text: list[dict[str, np.ndarray]] | None = None) -> None:
         """Run a prompt in pieces of some lengths, a random one or the beginning of a text."""
-        self.committed[slot], self.wanted[slot], self.outputs = [], [np.zeros((HEADS, KEY_DIM, DIM))], []
+        self.committed[slot], self.wanted[slot], self.outputs = [], [np.zeros((HEADS, *self.dims))], []
         text = self.drawn(sum(pieces)) if text is None else text
         for count in pieces:
             start = len(self.committed[slot])
@@ -150,18 +158,22 @@ class DeltaRounds:
             every = (new + padding)[:size]
             rows = stacked([every[first : first + 16] for first in range(0, size, 16)])
             outputs, self.state = self.run(self.state, rows, batch)
-            flat = np.swapaxes(np.asarray(outputs), 1, 2).reshape(size, HEADS, DIM)
+            flat = np.swapaxes(np.asarray(outputs), 1, 2).reshape(size, HEADS, -1)
             self.outputs += list(flat[:count])
             self.compare(flat[:count], np.stack(self.add(slot, new)))
 
-    def follow(self, slot: int, text: list[dict[str, np.ndarray]]) -> None:
-        """Run a round whose first path has the next tokens of a text, and commit some of them."""
+    def follow(self, slot: int, text: list[dict[str, np.ndarray]], others: Sequence[int] = ()) -> None:
+        """Run a round whose first path has the next tokens of a text, and commit some of them.
+
+        Other slots have random drafts in the same batch.
+        """
         nodes, start = self.path(self.nodes - 1), len(self.committed[slot])
         draft = self.drawn(self.nodes)
         for depth, node in enumerate(nodes):
             draft[node] = text[start + depth]
         taken = nodes[: self.rng.integers(1, len(nodes) + 1)]
-        self.outputs += list(self.round([slot], [draft], [taken])[0][taken])
+        drafts = [*(self.drawn(self.nodes) for _ in others), draft]
+        self.outputs += list(self.round([*others, slot], drafts, [*([0] for _ in others), taken])[-1][taken])
 
     def round(
         self,
@@ -262,22 +274,42 @@ def test_outputs_differ_if_state_records_or_ancestors_are_wrong() -> None:
     assert min(errors.values()) > LEAST, errors
 
 
-@pytest.mark.parametrize("text", ["usual", "decays near 0"])
-def test_deterministic_outputs_have_the_same_bits_in_prompts_chains_and_trees(text: str) -> None:
+def check_bits(text: str, numerics: Numerics, dims: tuple[int, int]) -> None:
     rng = np.random.default_rng(1)
-    tokens = [token(rng, text) for _ in range(3 * EVERY)]
+    tokens = [token(rng, text, dims) for _ in range(3 * EVERY)]
 
-    def outputs(name: str, pieces: list[int]) -> np.ndarray:
+    def outputs(name: str, pieces: list[int], others: Sequence[int] = ()) -> np.ndarray:
         """Run a text as a prompt in pieces, then in rounds that follow it, and return the outputs of its tokens."""
-        rounds = DeltaRounds(name, text, deterministic=True)
+        rounds = DeltaRounds(name, text, numerics=numerics, dims=dims)
+        for slot in others:
+            rounds.prompt(slot, [20 + slot])
         rounds.prompt(1, pieces, tokens)
         while len(rounds.committed[1]) < len(tokens) - rounds.nodes:
-            rounds.follow(1, tokens)
+            rounds.follow(1, tokens, others)
         assert rounds.error < TOLERANCE
         return np.stack(rounds.outputs)
 
-    runs = [outputs("chain", [90]), outputs("chain", [7, 40, 41]), outputs("chain", [10]), outputs("tree", [45])]
+    runs = [
+        outputs("chain", [90]),
+        outputs("chain", [7, 40, 41]),
+        outputs("chain", [10]),
+        outputs("tree", [45], [0, 2]),
+    ]
     common = min(map(len, runs))
     assert common > 2 * EVERY
     for other in runs[1:]:
         np.testing.assert_array_equal(other[:common], runs[0][:common])
+
+
+@pytest.mark.parametrize("text", ["usual", "decays near 0"])
+def test_deterministic_outputs_have_the_same_bits_in_prompts_chains_and_trees(text: str) -> None:
+    check_bits(text, Numerics("reference", deterministic=True), (KEY_DIM, DIM))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dims", [(128, 128), (64, 192)], ids=str)
+@pytest.mark.parametrize("text", ["usual", "decays near 0"])
+def test_deterministic_outputs_on_a_gpu_have_the_same_bits_in_prompts_chains_and_trees(
+    text: str, dims: tuple[int, int]
+) -> None:
+    check_bits(text, Numerics(deterministic=True), dims)

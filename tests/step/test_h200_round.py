@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import lru_cache, partial
 
@@ -135,6 +136,29 @@ def test_h200_round_of_a_hybrid_reads_and_folds_states_in_place(
     assert sum(launch.kind == "kConditional" for launch in program.launches) == 1
     mosaic = [launch for launch in program.launches if launch.kind == "kCustomCall"]
     assert len(mosaic) >= 6 * 3
+
+
+def float_sums(program: H200Program) -> int:
+    """Count what XLA's own kernels sum up in floating point to verify a draft; matrix products are sums."""
+    pattern = r' = (?:f32|bf16)\S* (?:reduce|dot)\(.*op_name="[^"]*/verify/'
+    return len(re.findall(pattern, program.compiled.as_text() or ""))
+
+
+@pytest.mark.parametrize(
+    ("tree", "launches", "temp_mib"),
+    [(None, 240, 12), pytest.param(Tree.chain(4), 310, 60, marks=pytest.mark.long)],
+    ids=str,
+)
+def test_h200_deterministic_round_of_a_hybrid_sums_in_no_kernel_of_xla(
+    tree: Tree | None, launches: int, temp_mib: int
+) -> None:
+    """How XLA divides a sum depends on the number of rows."""
+    run = partial(compile_round, tree, batch=8, shape="qwen3.8-27b", layers=8)
+    program = check(*run(deterministic=True), launches=launches, temp_mib=temp_mib)
+    assert program.count("deterministic_matmul") == 8 * 4 + 6 + 1  # and gates in six layers, and the output head
+    assert sum(launch.kind == "kCustomCall" for launch in program.launches) >= 6 * 2
+    assert float_sums(program) == 0
+    assert float_sums(run()[0]) > 0, "control"
 
 
 @pytest.mark.long

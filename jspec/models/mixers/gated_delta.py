@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 
 from convert.fields import CheckpointError
 from convert.huggingface import MapRow
+from jspec.core.numerics import Numerics
 from jspec.core.records import PromptBatch, TokenBatch
 from jspec.models.mixers.mixer import Mixer
 from jspec.models.mixers.short_conv import squeezed_taps
@@ -21,7 +22,7 @@ from jspec.models.parts.delta_nodes import run_nodes, takes_kernels
 from jspec.models.parts.delta_state import DeltaState, Outputs, run_tokens
 from jspec.models.parts.kv_pool import MAX_POOL_ELEMENTS, PoolShape
 from jspec.models.parts.layer_weights import LayerWeights
-from jspec.models.parts.layers import by_token, product, small_product
+from jspec.models.parts.layers import by_token, norm_rows, product, small_product
 from jspec.models.parts.param_spec import ParamSpec, norm
 from pallas_kernels.layers.hopper import choose_compiled
 from pallas_kernels.layers.partial_sums import reduce_partials
@@ -147,7 +148,7 @@ class GatedDelta(Mixer):
         gates = batch.unpack(small_product(x, layer.gates, batch.numerics)[None])[0]
         outputs, state = self._run(layer, projected, gates, state, batch)
         outputs, gate = jnp.swapaxes(outputs, 1, 2), projected[..., self.conv_size :]
-        gated = partial(self._gated, layer, eps, dtype, _is_apart(batch))
+        gated = partial(self._gated, layer, eps, dtype, batch.numerics, _is_apart(batch))
         return batch.pack(by_token(gated, batch.numerics, outputs, gate)), state
 
     def _run(
@@ -158,9 +159,8 @@ class GatedDelta(Mixer):
 
         def reference(projected: Array, gates: Array, state: DeltaState, batch: TokenBatch) -> Any:
             taps, inputs = taps_of(state.inputs, projected[..., : self.conv_size], self.taps, batch)
-            new = by_token(
-                partial(self._tokens, layer, state.records.keys.dtype, _is_apart(batch)), numerics, taps, gates
-            )
+            made = partial(self._tokens, layer, state.records.keys.dtype, numerics, _is_apart(batch))
+            new = by_token(made, numerics, taps, gates)
             new = DeltaTokens(*(jnp.swapaxes(rows, 1, 2) for rows in new))
             return run_tokens(state._replace(inputs=inputs), new, batch)
 
@@ -181,13 +181,20 @@ class GatedDelta(Mixer):
         return jax.nn.sigmoid(rates), jax.nn.softplus(decays + layer.dt_bias) * -jnp.exp(layer.a_log)
 
     def _tokens(
-        self, layer: LayerWeights, dtype: Any, apart: bool, taps: Float[Array, "*rows taps channels"], gates: Array
+        self,
+        layer: LayerWeights,
+        dtype: Any,
+        numerics: Numerics,
+        apart: bool,
+        taps: Float[Array, "*rows taps channels"],
+        gates: Array,
     ) -> DeltaTokens:
         """Return the inputs of the rule, [*rows, heads, ...], from inputs of the convolution, and rates and decays.
 
         Args:
             layer: weights of the layer.
             dtype: dtype of queries, keys and values.
+            numerics: whether bits may depend on the batch.
             apart: round the sums of the convolution to ``dtype``, and write them to memory before heads are normed.
             taps: inputs of the convolution.
             gates: sums of rates, then those of decays, [*rows, 2 heads].
@@ -197,7 +204,7 @@ class GatedDelta(Mixer):
         if apart:
             mixed = jax.lax.optimization_barrier(mixed.astype(dtype)).astype(jnp.float32)
         q, k, v = jnp.split(mixed, (self.key_size, 2 * self.key_size), axis=-1)
-        q, k = (_unit(_heads(rows, self.key_heads)) for rows in (q, k))
+        q, k = (_unit(_heads(rows, self.key_heads), numerics) for rows in (q, k))
         rates, decays = self._rates_and_decays(layer, gates)
         q, k, v = (rows.astype(dtype) for rows in (q * self.key_dim**-0.5, k, _heads(v, self.value_heads)))
         return DeltaTokens(q, k, v, decays, rates)
@@ -207,6 +214,7 @@ class GatedDelta(Mixer):
         layer: LayerWeights,
         eps: float,
         dtype: Any,
+        numerics: Numerics,
         apart: bool,
         outputs: Float[Array, "*rows heads value_dim"],
         gate: Float[Array, "*rows channels"],
@@ -215,16 +223,18 @@ class GatedDelta(Mixer):
 
         Args:
             layer, eps, dtype: as for `Mixer.mix`.
+            numerics: whether bits may depend on the batch.
             apart: write the factors of the norm to memory before all else.
             outputs: outputs of the rule, float32.
             gate: the output gate.
         """
         assert layer.delta_norm is not None
-        factor = jax.lax.rsqrt(jnp.mean(outputs**2, axis=-1, keepdims=True) + eps)
         if apart:
-            factor = jax.lax.optimization_barrier(factor)
-        normed = (outputs * factor * layer.delta_norm).reshape(gate.shape)
-        return (normed * jax.nn.silu(gate.astype(jnp.float32))).astype(dtype)
+            factor = jax.lax.rsqrt(jnp.mean(outputs**2, axis=-1, keepdims=True) + eps)
+            rows = outputs * jax.lax.optimization_barrier(factor) * layer.delta_norm
+        else:
+            rows = norm_rows(outputs, layer.delta_norm.astype(jnp.float32), eps, numerics)
+        return (rows.reshape(gate.shape) * jax.nn.silu(gate.astype(jnp.float32))).astype(dtype)
 
     def describe(self) -> dict[str, str]:
         """Describe heads and taps; `Mixer.describe`."""
@@ -241,5 +251,6 @@ def _heads(rows: Float[Array, "*rows channels"], heads: int) -> Float[Array, "*r
     return rows.reshape(*rows.shape[:-1], heads, -1)
 
 
-def _unit(rows: Float[Array, "*rows dim"]) -> Float[Array, "*rows dim"]:
-    return rows * jax.lax.rsqrt(jnp.sum(rows**2, axis=-1, keepdims=True) + UNIT_EPS)
+def _unit(rows: Float[Array, "*rows dim"], numerics: Numerics) -> Float[Array, "*rows dim"]:
+    size = rows.shape[-1]
+    return norm_rows(rows, jnp.full(size, size**-0.5, jnp.float32), UNIT_EPS / size, numerics)

@@ -22,6 +22,7 @@ from jspec.models.parts.conv_state import ConvState
 from jspec.models.parts.kv_pool import PoolShape
 from jspec.models.parts.slot_rows import ancestor_mask, is_token, move_slot_rows
 from pallas_kernels.layers.hopper import choose_compiled
+from pallas_kernels.recurrent import in_order_tokens
 from pallas_kernels.recurrent.delta_rounds import fold_round, has_kernel, verify_and_write
 from pallas_kernels.recurrent.gated_delta import chunk_of, fold, run_chunk, verify
 from pallas_kernels.recurrent.record_ring import RecordRing, states_of
@@ -132,6 +133,8 @@ def run_tokens(state: DeltaState, new: DeltaTokens, batch: TokenBatch) -> tuple[
 
 
 def _run_prompts(state: DeltaState, new: DeltaTokens, batch: PromptBatch) -> tuple[Outputs, DeltaState]:
+    if batch.deterministic and in_order_tokens.has_kernel(state.records):
+        return choose_compiled(batch.numerics.options["implementation"], _run_in_order, _run_blocks, state, new, batch)
     if not delta_prompts.has_kernel(state.records, batch):
         return _run_blocks(state, new, batch)
 
@@ -142,6 +145,16 @@ def _run_prompts(state: DeltaState, new: DeltaTokens, batch: PromptBatch) -> tup
         return outputs, state._replace(state=states, records=records)
 
     return choose_compiled(batch.numerics.options["implementation"], kernel, _run_blocks, state, new, batch)
+
+
+def _run_in_order(
+    state: DeltaState, new: DeltaTokens, batch: PromptBatch, *, interpret: Any
+) -> tuple[Outputs, DeltaState]:
+    first = batch.newest - (batch.ends - batch.starts - 1)
+    pieces = in_order_tokens.Pieces(batch.slots, batch.starts, batch.ends, first)
+    outputs, records, states = in_order_tokens.run_pieces(state.state, state.records, new, pieces, interpret=interpret)
+    outputs = jnp.where(is_token(batch)[:, None, :, None], outputs, 0)
+    return outputs, state if batch.slots is None else _kept(state._replace(state=states), records, batch)
 
 
 def _run_blocks(state: DeltaState, new: DeltaTokens, batch: PromptBatch) -> tuple[Outputs, DeltaState]:
@@ -178,7 +191,8 @@ def _run_blocks(state: DeltaState, new: DeltaTokens, batch: PromptBatch) -> tupl
     outputs, records = jax.tree.map(partial(_joined, count=count, size=causal.shape[1]), results)
     if batch.slots is None:
         return outputs, state
-    return outputs, _kept_of_prompts(state, kept, records, batch, is_used & (batch.positions >= whole[:, None]))
+    state = state._replace(state=state.state.at[batch.slots].set(kept, mode="drop"))
+    return outputs, _kept(state, records, batch)
 
 
 class _Blocks(NamedTuple):
@@ -223,11 +237,9 @@ def _joined(rows: Array, *, count: int, size: int) -> Array:
     return rows.reshape(*rows.shape[:2], parts * size, *rows.shape[4:])[:, :, :count]
 
 
-def _kept_of_prompts(
-    state: DeltaState, kept: Array, records: Records, batch: PromptBatch, is_kept: Array
-) -> DeltaState:
-    """Enter the states at the ends of pieces, and the records of the tokens behind them."""
+def _kept(state: DeltaState, records: Records, batch: PromptBatch) -> DeltaState:
+    """Enter the records of the tokens behind the last multiple of `EVERY` tokens of each piece."""
     assert batch.slots is not None
-    state = state._replace(state=state.state.at[batch.slots].set(kept, mode="drop"))
+    is_kept = is_token(batch) & (batch.positions >= (batch.of_piece(batch.ends) // EVERY * EVERY)[:, None])
     slots = jnp.where(is_kept, batch.of_piece(batch.slots, state.slots)[:, None], state.slots)
     return state._replace(records=state.records.written(slots, batch.positions, records))

@@ -18,6 +18,7 @@ from pallas_kernels.layers.gated_matmul import gated_matmul, tiles_for
 from pallas_kernels.layers.partial_sums import PartialSums, reduce_partials
 from pallas_kernels.layers.products import matmul, matmul_unscaled
 from pallas_kernels.layers.quantize_rows import Activation
+from pallas_kernels.layers.residual_norm import add_rms_norm, rms_norm
 from pallas_kernels.layers.row_by_row import row_by_row_off_gpu
 from pallas_kernels.layers.shard import OwnColumns
 from pallas_kernels.layers.split_matmul import split_matmul
@@ -115,6 +116,19 @@ def small_product(
         return logits[..., : len(weight)]
     exact = {"preferred_element_type": jnp.float32, "precision": jax.lax.Precision.HIGHEST}
     return jnp.einsum("...k,nk->...n", x, weight, **exact)
+
+
+def norm_rows(
+    x: Float[Array, "*rows size"], weight: Float[Array, " size"], eps: float, numerics: Numerics
+) -> Float[Array, "*rows size"]:
+    """Return the root-mean-square norm of the last axis; see `rms_norm`.
+
+    If ``numerics.deterministic`` is True, a row's bits do not depend on the number of rows. Only `add_rms_norm` is so,
+    which gets zeros to add.
+    """
+    if not numerics.deterministic:
+        return rms_norm(x, weight, eps)
+    return add_rms_norm(x, jnp.zeros((1, *x.shape), x.dtype), weight, eps=eps, **numerics.options)[1]
 
 
 def by_token(function: Callable[..., T], numerics: Numerics, *rows: Any) -> T:
