@@ -116,6 +116,15 @@ def test_a_key_that_is_not_finite_is_kept_as_zero_and_ends_its_token_alone() -> 
 
 
 @mosaic
+def test_layers_share_what_is_lowered_of_a_kernel() -> None:
+    layer, *arguments = problem([-1, 0], [40, 2, 33], [2, 0, 1])
+    traced = jax.make_jaxpr(lambda *of: [run_kernels(MIXER, layer, *of) for _ in range(2)])(*arguments)
+    calls = [step.params["jaxpr"] for step in traced.eqns if step.params.get("name") in ("prepare", "verify")]
+    assert len(calls) == 4
+    assert len(set(map(id, calls))) == 2
+
+
+@mosaic
 @pytest.mark.parametrize("count", [1, 64])
 def test_kernel_compiled_for_h200_spills_nothing(count: int, compile_with_ptxas_output: Any) -> None:
     mixer = replace(MIXER, key_heads=16, value_heads=48)
