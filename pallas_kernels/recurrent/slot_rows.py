@@ -45,10 +45,14 @@ def move_rows(
     def reference(arrays: list[Array], *rows: Array) -> list[Array]:
         return [_moved(array, *rows) for array in arrays]
 
-    arguments = list(arrays), slots, source, target, moved
-    if multiprocessors() is None or not all(map(_has_form, arrays)):
-        return reference(*arguments)
-    return choose_compiled(implementation, _move, reference, *arguments)
+    rows, have_form = (slots, source, target, moved), [_has_form(array) for array in arrays]
+    some = [array for array, has_form in zip(arrays, have_form, strict=True) if has_form]
+    if multiprocessors() is None or not some:
+        return reference(list(arrays), *rows)
+    by_kernel = iter(choose_compiled(implementation, _move, reference, some, *rows))
+    return [
+        next(by_kernel) if has_form else _moved(array, *rows) for array, has_form in zip(arrays, have_form, strict=True)
+    ]
 
 
 def _moved(rows: Array, slots: Array, source: Array, target: Array, moved: Array) -> Array:

@@ -29,10 +29,12 @@ TREE = [-1, 0, 0, 1, 1, 2, 3, 3, 4, 8]
 MIXER = GatedDelta(key_heads=2, value_heads=4, key_dim=128, value_dim=128, taps=4)
 
 
-def problem(parents: list[int], lengths: list[int], slots: list[int], mixer: GatedDelta = MIXER) -> tuple[Any, ...]:
+def problem(
+    parents: list[int], lengths: list[int], slots: list[int], mixer: GatedDelta = MIXER, all_slots: int = SLOTS
+) -> tuple[Any, ...]:
     """Draw the state of all slots, projected rows and gates of a round's nodes, weights and the batch."""
     rng, count, batch = np.random.default_rng(0), len(parents), len(slots)
-    pool = PoolShape(SLOTS, 2, 16, 256, "bfloat16", "bfloat16")
+    pool = PoolShape(all_slots, 2, 16, 256, "bfloat16", "bfloat16")
     state = mixer.state(replace(pool, round_rows=count, state_dtype="bfloat16"), "bfloat16")
 
     def drawn(path: Any, array: Any) -> Any:
@@ -54,7 +56,7 @@ def problem(parents: list[int], lengths: list[int], slots: list[int], mixer: Gat
     tokens = TokenBatch(
         tokens=jnp.zeros((batch, count), jnp.int32),
         positions=first[:, None] + jnp.asarray(seen.sum(-1) - 1, jnp.int32),
-        valid=jnp.broadcast_to(jnp.arange(batch)[:, None] < 2, (batch, count)),
+        valid=jnp.broadcast_to(jnp.arange(batch)[:, None] != 2, (batch, count)),
         first_row=first,
         page_table=jnp.zeros((batch, 1), jnp.int32),
         bits=None if chain else ancestor_bits(jnp.broadcast_to(jnp.array(parents, jnp.int32), (batch, count))),
@@ -142,7 +144,7 @@ def test_outputs_records_and_inputs_of_nodes_on_a_gpu(count: int) -> None:
     parents = [-1, *np.random.default_rng(0).integers(0, np.arange(1, count))] if count > 1 else [-1]
     mixer = replace(MIXER, key_heads=4, value_heads=12)
     layer, *arguments = problem([int(parent) for parent in parents], [40, 1, 71], [2, 0, 1], mixer)
-    assert delta_nodes.takes_kernels(arguments[2], arguments[0], arguments[3])
+    assert delta_nodes.takes_kernels(arguments[2], arguments[0], mixer.taps, arguments[3])
     wanted, wanted_state = jax.jit(partial(mixer._run, layer))(*arguments)
     got, state = jax.jit(partial(run_kernels, mixer, layer))(*arguments)
     outputs, *kept = differences((got, state), (wanted, wanted_state))

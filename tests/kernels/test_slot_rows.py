@@ -65,7 +65,8 @@ def test_interpreted_kernel_moves_rows_as_in_a_loop(moves: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("moves", [1, 5, 11])
 def test_rows_move_as_in_a_loop_on_a_gpu(moves: int) -> None:
-    arguments = problem(moves)
+    arrays, *rows = problem(moves)
+    arguments = [*arrays, arrays[1][..., :3]], *rows  # XLA moves the last one
     check(jax.jit(slot_rows.move_rows)(*arguments), arguments)
 
 

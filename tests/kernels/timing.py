@@ -1,18 +1,24 @@
-"""Time attention at the shapes of an 8B model on this device; no test uses this module.
+"""Time attention at the shapes of an 8B model, and gated delta nets at those of a 27B; no test uses this module.
 
 python -c "from tests.kernels.timing import attention_us as us; print(us(batch=1, queries=5, context=1024))"
+python -c "from tests.kernels.timing import delta_round_us as us; print(us(batch=32, nodes=5))"
 """
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
+import tempfile
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jspec.tools.bench import profiling
 from pallas_kernels import append, causal_bits, paged_attention
+from tests.kernels import test_delta_inputs as rounds
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
 
@@ -69,3 +75,33 @@ def attention_us(
     median = statistics.median(times[3:])
     read = 2 * batch * context * KV_HEADS * DIM * 2
     return {"us": round(median, 2), "TB/s": round(read / median / 1e6, 3)}
+
+
+def delta_round_us(batch: int = 1, nodes: int = 5, layers: int = 12, calls: int = 10) -> dict[str, float]:
+    """Measure the kernels of one gated delta net's round at the sizes of a 27B model (16 key heads, 48 value heads).
+
+    One jitted program runs the nodes of ``layers`` layers, whose states exceed the device's cache.
+
+    Returns:
+        Median microseconds of each kernel's launch by its name, from a trace; "all": of all launches of a layer.
+    """
+    mixer = dataclasses.replace(rounds.MIXER, key_heads=16, value_heads=48)
+    slots = list(range(batch))
+    layer, projected, gates, state, tokens = rounds.problem(
+        list(range(-1, nodes - 1)), [1024 + slot for slot in slots], slots, mixer, all_slots=batch
+    )
+    states = [jax.tree.map(jnp.copy, state) for _ in range(layers)]
+
+    def step(states, projected, gates, tokens):
+        return [rounds.run_kernels(mixer, layer, projected, gates, state, tokens)[1] for state in states]
+
+    step = jax.jit(step, donate_argnums=0)
+    states = jax.block_until_ready(step(states, projected, gates, tokens))
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for _ in range(calls):
+                states = step(states, projected, gates, tokens)
+            jax.block_until_ready(states)
+        launches = profiling.launches_by_name(profiling.gpu_events(Path(folder)), calls * layers)
+    kernels = {kernel.name: kernel.microseconds for kernel in launches[:-1] if "mosaic" in kernel.name}
+    return kernels | {"all": launches[-1].milliseconds * 1e3}

@@ -170,7 +170,7 @@ class GatedDelta(Mixer):
             rates, decays = self._rates_and_decays(layer, jax.lax.optimization_barrier(gates))
             return run_nodes(state, projected, rates, decays, layer.conv, batch, interpret=interpret)
 
-        if not takes_kernels(state, projected, batch):
+        if not takes_kernels(state, projected, self.taps, batch):
             return reference(projected, gates, state, batch)
         return choose_compiled(numerics.options["implementation"], kernel, reference, projected, gates, state, batch)
 

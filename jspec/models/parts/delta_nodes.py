@@ -21,12 +21,15 @@ from pallas_kernels.recurrent.inputs_kernel import BLOCK, NodeRows
 from pallas_kernels.recurrent.record_ring import block_of
 
 
-def takes_kernels(state: DeltaState, projected: Float[Array, "batch tokens channels"], batch: TokenBatch) -> bool:
-    """Return whether the kernels run on the device, and have a form for this batch and these heads."""
+def takes_kernels(
+    state: DeltaState, projected: Float[Array, "batch tokens channels"], taps: int, batch: TokenBatch
+) -> bool:
+    """Return whether the kernels run on the device, and have a form for this batch, these heads and so many taps."""
     if isinstance(batch, PromptBatch) or batch.deterministic or projected.shape[1] > MOST_NODES:
         return False
     (key_heads, key_dim), (heads, value_dim) = state.records.keys.shape[2:], state.records.values.shape[2:]
-    has_form = key_dim == BLOCK and heads // key_heads * value_dim % BLOCK == 0
+    # Places of the inputs of a node are copied at multiples of 16 bytes.
+    has_form = key_dim == BLOCK and heads // key_heads * value_dim % BLOCK == 0 and taps % 4 == 0
     return has_form and projected.dtype == jnp.bfloat16 and has_kernel(state.records)
 
 
