@@ -61,7 +61,11 @@ def test_message_equals_the_engines_own(client: openai.OpenAI) -> None:
 
 def test_stream_has_the_role_first_then_the_text_then_the_reason(client: openai.OpenAI) -> None:
     done = own(**SEEDED)
-    chunks = list(ask(client, **SEEDED, stream=True, stream_options={"include_usage": True}))
+    counted = {"jspec": {"metrics": True}}
+    chunks = list(ask(client, **SEEDED, stream=True, stream_options={"include_usage": True}, extra_body=counted))
+    has_metrics = ["metrics" in (chunk.model_extra or {}) for chunk in chunks]
+    assert has_metrics == [False] * (len(chunks) - 2) + [True, False]
+    assert chunks[-2].model_extra["metrics"]["speculative_decoding"]["num_spec_steps"] == done.metrics.num_drafts
     deltas = [chunk.choices[0].delta for chunk in chunks[:-1]]
     assert (deltas[0].role, deltas[0].content) == ("assistant", "")
     assert [delta.role for delta in deltas[1:]] == [None] * (len(deltas) - 1)

@@ -44,6 +44,30 @@ SEEDED: dict[str, Any] = dict(max_tokens=24, temperature=0.8, seed=7)
 
 
 @pytest.mark.parametrize(
+    "fields", [{}, {"draft": False}, {"n": 3}, {"stream": True}, {"stream": True, "n": 3}], ids=str
+)
+def test_acceptance_in_an_answer_is_that_of_the_engines_completions(
+    client: openai.OpenAI, fields: dict[str, Any]
+) -> None:
+    """Each token is the first, the target's own of a round, which a last round may lack, or an accepted draft token."""
+    assert "metrics" not in (ask(client, **SEEDED).model_extra or {})
+    answer = ask(client, **SEEDED, **fields, jspec={"metrics": True})
+    last = [chunk for chunk in answer if chunk.choices][-1] if "stream" in fields else answer
+    got = last.model_extra["metrics"]["speculative_decoding"]
+    dones = own(**SEEDED, **{name: of for name, of in fields.items() if name != "stream"}).samples
+    rounds, accepted = got["num_spec_steps"], got["num_accepted_draft_tokens"]
+    histogram = got["acceptance_histogram"]
+    assert 0 <= len(dones) + rounds + accepted - sum(len(done.token_ids) for done in dones) <= len(dones)
+    assert (rounds, accepted) == tuple(
+        sum(getattr(done.metrics, name) for done in dones) for name in ("num_drafts", "num_accepted_tokens")
+    )
+    assert sum(histogram) == rounds and min(histogram) >= 0
+    assert sum(count * share for count, share in enumerate(histogram)) >= accepted
+    assert got["num_draft_tokens"] == 0 if "draft" in fields else accepted > 0
+    assert got["mean_acceptance_length"] == pytest.approx(1 + accepted / rounds)
+
+
+@pytest.mark.parametrize(
     "fields",
     [
         SEEDED,

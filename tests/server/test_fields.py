@@ -49,7 +49,7 @@ SERVED: dict[str, tuple[Any, dict[str, Any]]] = {
     "return_token_ids": (True, {}),
     "skip_special_tokens": (False, {"skip_special_tokens": False}),
     "draft": (2, {"draft": 2}),
-    "jspec": ({"rounds": True}, {}),
+    "jspec": ({"rounds": True, "metrics": True}, {}),
 }
 SERVED_BY = {
     "completions": {

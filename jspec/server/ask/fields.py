@@ -179,7 +179,7 @@ def _stream_options(name: str, value: Any) -> dict[str, bool]:
 
 
 def _jspec(name: str, value: Any) -> dict[str, bool]:
-    check_keys(name, mapping(name, value), ("rounds",))
+    check_keys(name, mapping(name, value), ("rounds", "metrics"))
     return {key: boolean(f"{name}.{key}", option) for key, option in value.items()}
 
 

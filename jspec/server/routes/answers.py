@@ -13,10 +13,12 @@ from uuid import uuid4
 
 from starlette.types import Receive, Scope, Send
 
+from jspec.engine.request.metrics import Metrics
 from jspec.engine.request.request import Chunk, Request
 from jspec.server.ask.fields import Ask, Field
 from jspec.server.http.errors import ApiError, failed, invalid, refused
 from jspec.server.http.events import DONE, PING, EventStream, event, send_json, while_there
+from jspec.server.reading.acceptance import acceptance_json
 from jspec.server.reading.rounds import rounds_json
 from jspec.server.routes.calls import Output
 from jspec.server.routes.service import Service
@@ -55,11 +57,13 @@ class Answer(ABC):
         self.names = {**ask.names, "json_schema": ask.names.get("json_schema", "response_format")}
         self.is_stream: bool = self.own.get("stream", False)
         self.options: dict[str, bool] = self.own.get("stream_options", {})
-        self.is_traced: bool = self.own.get("jspec", {}).get("rounds", False)
+        own_options: dict[str, bool] = self.own.get("jspec", {})
+        self.is_traced, self.wants_metrics = (own_options.get(name, False) for name in ("rounds", "metrics"))
         self.wants_ids: bool = self.own.get("return_token_ids", False)
         self.requests: Sequence[Request] = ()
         self.num_tokens = self.num_cached = self.num_ended = 0
         self._unsent_rounds: list[dict[str, Any]] = []
+        self._metrics = Metrics()  # of the completions that have ended
         self._check(ask)
         self.params = ask.sampling_params(service.settings.sampling)
         self.n = self.params.n
@@ -121,8 +125,9 @@ class Answer(ABC):
         for index, chunk in outputs:
             self.num_tokens += len(chunk.token_ids)
             self.num_ended += chunk.finish_reason is not None
-            if chunk.metrics is not None and index % self.n == 0:
-                self.num_cached += chunk.metrics.num_cached_tokens
+            if chunk.metrics is not None:
+                self._metrics += chunk.metrics
+                self.num_cached += chunk.metrics.num_cached_tokens if index % self.n == 0 else 0
 
     def usage(self) -> dict[str, Any]:
         prompt = sum(len(request.prompt_token_ids) for request in self.requests)
@@ -139,7 +144,12 @@ class Answer(ABC):
         choices = [self.choice(index, chunk) for index, chunk in outputs]
         if self.is_traced:
             self._unsent_rounds = [entry for _, chunk in outputs for entry in rounds_json(chunk, self.service.texts)]
-        return {**self._envelope(self.kind, choices), "usage": self.usage(), **self._take_rounds()}
+        return {
+            **self._envelope(self.kind, choices),
+            "usage": self.usage(),
+            **self._acceptance(),
+            **self._take_rounds(),
+        }
 
     def events(self, outputs: Sequence[Output]) -> str:
         """Return the events of new output, as text."""
@@ -150,6 +160,8 @@ class Answer(ABC):
                 self._unsent_rounds += rounds_json(chunk, self.service.texts)
             bodies += [self._envelope(self.chunk_kind, [d]) | self._take_rounds() for d in self.deltas(index, chunk)]
         usage = {"usage": self.usage()} if self.options.get("continuous_usage_stats") else {}
+        if bodies and self.num_ended == self.count:
+            bodies[-1] |= self._acceptance()
         return "".join(event(body | usage) for body in bodies)
 
     def last_events(self) -> str:
@@ -165,6 +177,10 @@ class Answer(ABC):
     def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         header = {"id": self.id, "object": kind, "created": self.created, "model": self.service.name}
         return {**header, "choices": choices}
+
+    def _acceptance(self) -> dict[str, Any]:
+        """Return how many draft tokens were accepted, if the request asked for it."""
+        return {"metrics": {"speculative_decoding": acceptance_json(self._metrics)}} if self.wants_metrics else {}
 
     def _take_rounds(self) -> dict[str, Any]:
         """Return the recorded rounds that no event has; they wait while a parser holds their text back."""

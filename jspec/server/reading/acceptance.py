@@ -1,0 +1,25 @@
+"""How many draft tokens of a request were accepted, as JSON under vLLM's names."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+from jspec.engine.request.metrics import Metrics
+
+
+def acceptance_json(metrics: Metrics) -> dict[str, Any]:
+    """Return a request's counters of drafting.
+
+    Entry k of ``acceptance_histogram`` is the number of rounds that accepted k draft tokens. Those after the request's
+    end count in it, and in no other entry.
+    """
+    more_than = [metrics.num_drafts, *metrics.num_accepted_per_position, 0]
+    return {
+        "mean_acceptance_length": metrics.mean_acceptance_length,
+        "draft_acceptance_rate": metrics.acceptance_rate,
+        "acceptance_histogram": [more - fewer for more, fewer in pairwise(more_than)],
+        "num_spec_steps": metrics.num_drafts,
+        "num_accepted_draft_tokens": metrics.num_accepted_tokens,
+        "num_draft_tokens": metrics.num_draft_tokens,
+    }
