@@ -94,6 +94,8 @@ FOREIGN_NAMES: dict[str, str] = {
     "prompt_lookup_min": "drafter=jspec.NGram(min_n=1)",
     "typical_threshold": TYPICAL,
     "typical_alpha": TYPICAL,
+    "per_request_spec_decode_metrics": "no such option, because completions always have metrics, and answers of the "
+    'server if a request has "jspec": {"metrics": true}',
     # requests
     "max_new_tokens": "max_tokens=",
     "max_completion_tokens": "max_tokens=",
