@@ -23,7 +23,7 @@ from pallas_kernels.layers.hopper import HEIGHT as ROWS
 from pallas_kernels.recurrent.delta_cta import COLUMNS, UNIT, Cta, CtaMemory, memory_of
 from pallas_kernels.recurrent.record_ring import RecordRing
 from pallas_kernels.recurrent.records import EVERY, SlotStates
-from pallas_kernels.recurrent.warpgroup import Warpgroup, launch, lowered_once
+from pallas_kernels.recurrent.warpgroup import WITHOUT_BARRIERS, Warpgroup, launch, lowered_once
 
 MOST_NODES = 64
 
@@ -150,6 +150,4 @@ def _call(plgpu, run, name, inputs, results, memory, interpret):
         run(group, refs, CtaMemory(*scoped))
 
     grid = {"part": value_dim // ROWS, "head": heads, "sequence": inputs[3].shape[0]}
-    # A CTA reads what it loads after a barrier, overwrites nothing that it has read, and reduces only within a warp.
-    options = {"unsafe_no_auto_barriers": True, "reduction_scratch_bytes": 0}
-    return launch(plgpu, of_cta, name, grid, results, memory, inputs, interpret, **options)
+    return launch(plgpu, of_cta, name, grid, results, memory, inputs, interpret, **WITHOUT_BARRIERS)

@@ -42,7 +42,7 @@ def verify_and_write(
         lengths: number of committed tokens of each sequence.
         new: inputs of the new tokens.
         seen: which tokens each token follows in its tree, itself included.
-        written: tokens whose records are written; those of a sequence come before its others.
+        written: tokens whose records are written; what others have in their rows is undefined, but for padding behind.
         implementation: as in `dispatch`.
         deterministic: compute token after token, so that bits depend neither on the rounds nor on the tree.
     """
@@ -78,6 +78,15 @@ def verify_round(
     """
     before = states_of(state, slots), ring.window(slots, lengths)
     return gated_delta.verify(*before, new, seen, deterministic=deterministic)
+
+
+def counts_of(written: Bool[Array, "batch tokens"], slots: Int[Array, "batch"], all_slots: int) -> Int[Array, "batch"]:
+    """Return of how many nodes of each sequence records are written: all up to the last one that is asked for.
+
+    Those among them that are not asked for are read by nobody. Padding behind them may have no rows of its own.
+    """
+    ends = jnp.max(jnp.where(written, jnp.arange(1, written.shape[1] + 1), 0), axis=1)
+    return jnp.where(slots < all_slots, ends, 0).astype(jnp.int32)
 
 
 def _targets(ring: RecordRing, slots: Array, lengths: Array, written: Array) -> tuple[Array, Array]:
@@ -144,7 +153,7 @@ def _verify(
 ) -> tuple[Array, RecordRing]:
     position = block_of(lengths)
     behind = behind_of(ring.decays_at(slots, position), (position < lengths[:, None])[:, None])
-    counts = jnp.where(slots < ring.decays.shape[0], jnp.sum(written, axis=1, dtype=jnp.int32), 0)
+    counts = counts_of(written, slots, ring.decays.shape[0])
     outputs, values = delta_kernel.verify(
         state, ring, slots, lengths, behind, counts, nodes_of(new, seen), interpret=interpret
     )

@@ -1,8 +1,9 @@
 """What a round's kernel of the gated delta rule reads of its nodes, in one kernel for Hopper GPUs.
 
 A CTA has a key head of one sequence, and the value heads that share it. From the projected rows of the nodes it makes
-keys, queries and values node after node, and from these the tables of `delta_kernel.Nodes`. It also keeps what later
-rounds read of the nodes, in the rows of their slots: inputs of the convolution, keys and decays.
+keys, queries and values node after node, and from these the tables of `delta_kernel.Nodes`, where decays between nodes
+are differences of sums. It also keeps what later rounds read of the nodes, in the rows of their slots: inputs of the
+convolution, keys and decays.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.layers.hopper import HEIGHT
+from pallas_kernels.layers.hopper import HEIGHT, SHARED_BYTES
 from pallas_kernels.recurrent.delta_cta import UNIT
 from pallas_kernels.recurrent.delta_kernel import Nodes
 from pallas_kernels.recurrent.record_ring import RecordRing
-from pallas_kernels.recurrent.warpgroup import Warpgroup, launch, lowered_once, tiled
+from pallas_kernels.recurrent.records import LEAST
+from pallas_kernels.recurrent.warpgroup import WITHOUT_BARRIERS, Warpgroup, launch, lowered_once, tiled
 
 ROWS = 8  # rows that a warpgroup norms at a time
 BLOCK = 128  # channels that a warpgroup computes at a time, one in each thread
@@ -31,12 +33,27 @@ class NodeRows(NamedTuple):
     projected: Float[Array, "batch nodes channels"]  # queries, keys and values of all heads before the convolution
     gates: Float[Array, "batch heads 2 padded"]  # rates and log decays, float32
     # Of each node the rows of its earlier inputs, the nearest first: 0 to taps - 2 is a committed input, the oldest
-    # first, then come the nodes. Last, for the root, 1 if what later rounds read of the sequence's nodes is kept.
+    # first, then come the nodes. Last the number of nodes of the sequence of which is kept what later rounds read.
     places: Int[Array, "batch nodes taps"]
     # 1 where a node (last axis) is a node (last axis but one) or comes after it in its tree, and the transposed.
     follows: Float[Array, "batch 2 height padded"]
     slots: Int[Array, "batch"]
     lengths: Int[Array, "batch"]
+
+
+def has_form(nodes: int, channels: int, taps: int) -> bool:
+    """Return whether a CTA's shared memory holds a round.
+
+    Args:
+        nodes: number of nodes.
+        channels: value channels of a key head.
+        taps: taps of the convolution; places are copied in multiples of 16 bytes.
+    """
+    padded = -(-nodes // UNIT) * UNIT
+    rows = (2 + channels // BLOCK) * (taps - 1 + padded) * BLOCK * 2
+    tables = (2 * padded + HEIGHT) * padded * 4
+    more = (HEIGHT + padded) * BLOCK * 2 + 2 * ROWS * BLOCK * 4 + 8 * 1024  # each buffer begins at a multiple of 1,024
+    return channels % BLOCK == 0 and taps % 4 == 0 and rows + tables + more <= SHARED_BYTES
 
 
 @lowered_once()
@@ -91,7 +108,7 @@ def prepare(
     kept = [jax.new_ref(array) for array in (ring.keys, ring.decays, inputs)]
     grid = {"head": key_heads, "sequence": batch}
     keys, queries, values, tables = launch(
-        plgpu, run, "delta_inputs", grid, out, memory, (*rows, weight, *kept), interpret, unsafe_no_auto_barriers=True
+        plgpu, run, "delta_inputs", grid, out, memory, (*rows, weight, *kept), interpret, **WITHOUT_BARRIERS
     )
     new_keys, decays, inputs = map(jax.freeze, kept)
     keys, queries = (of.reshape(batch, stored, key_heads, key_dim) for of in (keys, queries))
@@ -152,7 +169,7 @@ class _InputsCta:
             self.plgpu.commit_smem()
             self.norm(first)
             self.plgpu.commit_smem()
-            jax.lax.fori_loop(first, jnp.where(self.memory.places[0, self.taps - 1] == 1, end, first), keep, 0)
+            jax.lax.fori_loop(first, jnp.minimum(end, self.memory.places[0, self.taps - 1]), keep, 0)
             return carry
 
         def convolve(index, carry):
@@ -220,7 +237,7 @@ class _InputsCta:
                 self.values[self.sequence, index, channels] = mixed.astype(memory.rows.dtype)
 
     def norm(self, first):
-        """Norms some queries and keys; a key that is not finite becomes 0, and its query is no number."""
+        """Norms some queries and keys; a key that is not finite becomes 0, and its query NaN, which ends the request."""
         memory, dtype, rows = self.memory, self.memory.rows.dtype, pl.ds(first, ROWS)
         query, key = (self.group.load(memory.mixed.at[index], self.row_layout) for index in (0, 1))
         query, key = (x * self.over_rows(jax.lax.rsqrt(jnp.sum(x * x, axis=1) + UNIT_EPS)) for x in (query, key))
@@ -265,7 +282,7 @@ class _InputsCta:
         is_after = follows & (group.index(0, padded) != group.index(1, padded))
         for shared in range(self.shared):
             rates, decays = (group.per_column(memory.gates.at[shared, index]) for index in (0, 1))
-            path = jnp.sum(jnp.where(after, decays, 0.0), axis=1)
+            path = jnp.sum(jnp.where(after, jnp.maximum(decays, LEAST), 0.0), axis=1)
             memory.path[...] = path
             self.plgpu.commit_smem()
             of_column = group.per_column(memory.path.at[pl.ds(0, padded)])

@@ -18,10 +18,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.recurrent.prompt_kernel import CHUNK, ChunkedPieces, ChunkTables, advance
-from pallas_kernels.recurrent.records import SlotStates
+from pallas_kernels.recurrent.records import LEAST, SlotStates
 from pallas_kernels.recurrent.solve_kernel import solve
 
-LEAST = -128.0  # a log decay below it is a factor of 0 in float32
 STEPS = 1024  # multiples of 1 / STEPS between CHUNK * LEAST and 0 are summed in float32 without rounding
 
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+LEAST = -128.0  # a log decay below it is a factor of 0 in float32
 EVERY = 32  # number of tokens after which a state advances
 
 

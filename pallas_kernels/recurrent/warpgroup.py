@@ -15,6 +15,9 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.layers.hopper import HEIGHT
 
+# Options of a kernel that has the barriers between stores and loads itself, and reduces only within a warp.
+WITHOUT_BARRIERS = {"unsafe_no_auto_barriers": True, "reduction_scratch_bytes": 0}
+
 
 def lowered_once(*static: str) -> Any:
     """Return a decorator of functions that run a kernel: all layers share what is traced and lowered.

@@ -21,6 +21,7 @@ from jspec.models.parts import delta_nodes
 from jspec.models.parts.delta_state import DeltaState
 from jspec.models.parts.kv_pool import PoolShape
 from pallas_kernels.attention.ancestor_bits import ancestor_bits
+from pallas_kernels.recurrent import inputs_kernel
 from tests.support.mosaic import interpreted
 
 mosaic = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the Hopper kernel needs jax 0.11")
@@ -106,6 +107,26 @@ def test_outputs_records_and_inputs_of_nodes(parents: list[int], lengths: list[i
 
 
 @mosaic
+@pytest.mark.parametrize(("count", "more", "length"), [(5, 3, 40), (33, 7, 63)])
+def test_padding_and_nodes_without_a_budget_leave_committed_rows_as_they_are(
+    count: int, more: int, length: int
+) -> None:
+    """Rings have rows for the nodes alone, so padding behind them would overwrite the newest committed rows."""
+    layer, projected, gates, state, batch = problem([-1, *[0] * (count - 1)], [length, 33], [2, 0])
+    batch = replace(batch, valid=batch.valid.at[:, 2].set(False))  # left out of a budget; later ones are not
+    arguments = *(jnp.pad(of, ((0, 0), (0, more), (0, 0))) for of in (projected, gates)), state, batch.pad(more)
+    wanted, wanted_state = MIXER._run(layer, *arguments)
+    got, after = interpreted(partial(run_kernels, MIXER, layer), *arguments)
+    nodes = [node for node in range(count) if node != 2]
+    assert differences((got[:, :, nodes], state), (wanted[:, :, nodes], state))[0] < 2**-8
+    for new, expected, old in zip(*map(jax.tree.leaves, (after, wanted_state, state)), strict=True):
+        for slot, first in ((2, length), (0, 33)):
+            rows = [row for row in range(new.shape[1]) if row != (first + 2) % new.shape[1]]
+            np.testing.assert_allclose(np.float32(new[slot])[rows], np.float32(expected[slot])[rows], atol=2e-2)
+        np.testing.assert_array_equal(np.float32(new[1]), np.float32(old[1]))
+
+
+@mosaic
 def test_a_key_that_is_not_finite_is_kept_as_zero_and_ends_its_token_alone() -> None:
     layer, projected, gates, old, batch = problem([-1, 0, 1], [40, 2, 33], [2, 0, 1])
     spoilt = projected.at[0, 2, MIXER.key_size].set(jnp.inf)
@@ -136,6 +157,13 @@ def test_kernel_compiled_for_h200_spills_nothing(count: int, compile_with_ptxas_
     assert [launch.kind for launch in program.launches].count("kCustomCall") == 2
     reports = re.findall(r"\b(\d+) bytes spill stores", printed)
     assert len(reports) == 2 and set(reports) == {"0"}
+
+
+def test_rounds_that_exceed_shared_memory_have_no_form() -> None:
+    assert inputs_kernel.has_form(64, 3 * 128, 4)
+    assert inputs_kernel.has_form(64, 5 * 128, 4)
+    assert not inputs_kernel.has_form(64, 6 * 128, 4), "234,504 bytes of 232,448 when compiled"
+    assert not inputs_kernel.has_form(5, 3 * 128, 3), "rows of 12 bytes"
 
 
 @pytest.mark.gpu

@@ -16,7 +16,7 @@ from pallas_kernels.layers.hopper import HEIGHT
 from pallas_kernels.recurrent import delta_kernel, inputs_kernel
 from pallas_kernels.recurrent.delta_cta import UNIT
 from pallas_kernels.recurrent.delta_kernel import MOST_NODES, behind_of
-from pallas_kernels.recurrent.delta_rounds import has_kernel
+from pallas_kernels.recurrent.delta_rounds import counts_of, has_kernel
 from pallas_kernels.recurrent.inputs_kernel import BLOCK, NodeRows
 from pallas_kernels.recurrent.record_ring import block_of
 
@@ -28,8 +28,8 @@ def takes_kernels(
     if isinstance(batch, PromptBatch) or batch.deterministic or projected.shape[1] > MOST_NODES:
         return False
     (key_heads, key_dim), (heads, value_dim) = state.records.keys.shape[2:], state.records.values.shape[2:]
-    # Places of the inputs of a node are copied at multiples of 16 bytes.
-    has_form = key_dim == BLOCK and heads // key_heads * value_dim % BLOCK == 0 and taps % 4 == 0
+    channels = heads // key_heads * value_dim
+    has_form = key_dim == BLOCK and inputs_kernel.has_form(projected.shape[1], channels, taps)
     return has_form and projected.dtype == jnp.bfloat16 and has_kernel(state.records)
 
 
@@ -63,15 +63,15 @@ def run_nodes(
     behind = behind_of(ring.decays_at(slots, position), (position < lengths[:, None])[:, None])
     # The new decays are written after the committed ones have been read: else they are copied.
     behind, projected = jax.lax.optimization_barrier((behind, projected))
-    rows = _node_rows(projected, rates, decays, weight.shape[1], state.slots, batch)
+    counts = counts_of(batch.valid, slots, state.slots)
+    rows = _node_rows(projected, rates, decays, weight.shape[1], counts, batch)
     nodes, ring, inputs = inputs_kernel.prepare(rows, weight, ring, state.inputs.inputs, interpret=interpret)
-    counts = jnp.where(slots < state.slots, jnp.sum(batch.valid, axis=1, dtype=jnp.int32), 0)
     outputs, values = delta_kernel.verify(state.state, ring, slots, lengths, behind, counts, nodes, interpret=interpret)
     state = state._replace(records=ring._replace(values=values), inputs=state.inputs._replace(inputs=inputs))
     return jnp.swapaxes(outputs[:, : projected.shape[1]], 1, 2), state
 
 
-def _node_rows(projected: Array, rates: Array, decays: Array, taps: int, slots: int, batch: TokenBatch) -> NodeRows:
+def _node_rows(projected: Array, rates: Array, decays: Array, taps: int, counts: Array, batch: TokenBatch) -> NodeRows:
     """Return the rows of nodes as the kernel reads them."""
     assert batch.slots is not None
     count, is_seen = projected.shape[1], ancestor_mask(batch)
@@ -80,6 +80,6 @@ def _node_rows(projected: Array, rates: Array, decays: Array, taps: int, slots: 
     gates = jnp.pad(gates, ((0, 0), (0, 0), (0, 0), (0, more)))
     follows = jnp.stack([jnp.swapaxes(is_seen, 1, 2), is_seen], axis=1).astype(jnp.float32)
     follows = jnp.pad(follows, ((0, 0), (0, 0), (0, HEIGHT - count), (0, more)))
-    is_kept = batch.valid & (batch.slots < slots)[:, None]
-    places = jnp.concatenate([input_places(batch, taps), is_kept[..., None]], axis=-1).astype(jnp.int32)
+    kept = jnp.broadcast_to(counts[:, None, None], (*projected.shape[:2], 1))
+    places = jnp.concatenate([input_places(batch, taps), kept], axis=-1).astype(jnp.int32)
     return NodeRows(projected, gates, places, follows, batch.slots, batch.first_row)
