@@ -237,7 +237,7 @@ class _InputsCta:
                 self.values[self.sequence, index, channels] = mixed.astype(memory.rows.dtype)
 
     def norm(self, first):
-        """Norms some queries and keys; a key that is not finite becomes 0, and its query NaN, which ends the request."""
+        """Norms some queries and keys; one that is not finite becomes 0, and its query NaN, which ends the request."""
         memory, dtype, rows = self.memory, self.memory.rows.dtype, pl.ds(first, ROWS)
         query, key = (self.group.load(memory.mixed.at[index], self.row_layout) for index in (0, 1))
         query, key = (x * self.over_rows(jax.lax.rsqrt(jnp.sum(x * x, axis=1) + UNIT_EPS)) for x in (query, key))
