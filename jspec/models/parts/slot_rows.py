@@ -9,20 +9,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool
 
 from jspec.core.records import AcceptedPath, PromptBatch, SlotView, TokenBatch
 from pallas_kernels.attention.ancestor_bits import WORD
 from pallas_kernels.recurrent.slot_rows import move_rows
 
 
-def move_slot_rows(
-    arrays: Sequence[Float[Array, "slots rows *channels"]], view: SlotView, path: AcceptedPath
-) -> list[Float[Array, "slots rows *channels"]]:
+def move_slot_rows(arrays: Sequence[Array], view: SlotView, path: AcceptedPath) -> list[Array]:
     """Move the rows of an accepted path to the places of committed tokens.
 
     Args:
-        arrays: rows of all slots, of one layer.
+        arrays: rows of all slots of one layer [slots, rows, ...], whose rows and channels may differ.
         view: the slots of the batch, before their lengths advance.
         path: the rows to move.
     """
