@@ -243,6 +243,11 @@ class PromptBatch(TokenBatch):
         return self.positions < self.of_piece(self.ends)[:, None]
 
     @property
+    def first(self) -> Int[Array, "pieces"]:
+        """Index of each piece's first token among all rows; undefined for a piece without tokens."""
+        return self.newest - (self.ends - self.starts - 1)
+
+    @property
     def is_first(self) -> Bool[Array, "batch"]:
         """Whether each block is the first one of its piece."""
         return self.piece != jnp.concatenate([jnp.full(1, -1, self.piece.dtype), self.piece[:-1]])

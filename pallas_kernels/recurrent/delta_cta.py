@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.layers.hopper import HEIGHT as ROWS
 from pallas_kernels.recurrent.records import EVERY
 from pallas_kernels.recurrent.substitution import BLOCK, substituted
-from pallas_kernels.recurrent.warpgroup import tiled
+from pallas_kernels.recurrent.warpgroup import first_rows, tiled
 
 UNIT = 8  # nodes are padded to a multiple
 COLUMNS = 32  # columns of the state that are in registers at a time
@@ -141,8 +141,7 @@ class Cta:
         self._copy(loads, self.memory.nodes_arrived)
 
     def _node_rows(self, place):
-        first = jnp.minimum(place.position, 0) * UNIT  # not constant: rows past the last one are read as zeros
-        return pl.ds(first, self.nodes.tables.shape[3])
+        return first_rows(place.position, self.nodes.tables.shape[3])
 
     def records(self):
         """Returns the decayed values of the records, as two parts, and the factor of the state."""

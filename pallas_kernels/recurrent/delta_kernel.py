@@ -1,8 +1,8 @@
 """The gated delta rule of a round in one kernel for Hopper GPUs; `gated_delta` has the rule.
 
-A CTA has `ROWS` value channels of the state of one value head of one sequence, and takes some columns of it into
-registers after others, as they arrive. With the records behind the state (`record_ring`) it first makes the state at
-the newest committed token:
+A CTA has `ROWS` value channels of the state of one value head of one sequence, and computes with a few columns of it at
+a time, as they arrive. From the state and the records of the tokens after it (`record_ring`) it first computes the
+state at the newest committed token:
 
     newest = e^total state + sum over records j of (e^after_j u_j) k_j^T
 
@@ -120,7 +120,7 @@ def verify(
         slots: distinct slots of the sequences; the results of one that does not exist are undefined.
         lengths: number of committed tokens.
         behind: `behind_of` the committed tokens behind the state.
-        counts: number of nodes whose values are written behind the committed ones, 0 without a slot.
+        counts: number of nodes whose values are written, to the rows after the committed tokens'; 0 without a slot.
         nodes: the new tokens.
         interpret: False, or jax's parameters for interpreting the kernel and detecting races.
     """

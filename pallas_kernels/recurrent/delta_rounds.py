@@ -30,7 +30,7 @@ def verify_and_write(
     implementation: Implementation = "auto",
     deterministic: bool = False,
 ) -> tuple[Float[Array, "batch heads tokens value_dim"], RecordRing]:
-    """Compute the outputs of the tokens of a round, and write their records into the ring behind the committed ones.
+    """Compute the outputs of the tokens of a round, and write their records into the rows after the committed tokens'.
 
     The kernel takes up to `MOST_NODES` tokens a sequence; more of them take the reference. Deterministic ones have a
     kernel of their own.
@@ -42,7 +42,7 @@ def verify_and_write(
         lengths: number of committed tokens of each sequence.
         new: inputs of the new tokens.
         seen: which tokens each token follows in its tree, itself included.
-        written: tokens whose records are written; what others have in their rows is undefined, but for padding behind.
+        written: tokens whose records are written. Rows of other tokens before the last of these are undefined.
         implementation: as in `dispatch`.
         deterministic: compute token after token, so that bits depend neither on the rounds nor on the tree.
     """
@@ -80,10 +80,18 @@ def verify_round(
     return gated_delta.verify(*before, new, seen, deterministic=deterministic)
 
 
-def counts_of(written: Bool[Array, "batch tokens"], slots: Int[Array, "batch"], all_slots: int) -> Int[Array, "batch"]:
-    """Return of how many nodes of each sequence records are written: all up to the last one that is asked for.
+def committed_factors(
+    ring: RecordRing, slots: Int[Array, "batch"], lengths: Int[Array, "batch"]
+) -> Float[Array, "batch heads factors"]:
+    """Return `behind_of` the committed tokens after the states of some slots."""
+    position = block_of(lengths)
+    return behind_of(ring.decays_at(slots, position), (position < lengths[:, None])[:, None])
 
-    Those among them that are not asked for are read by nobody. Padding behind them may have no rows of its own.
+
+def counts_of(written: Bool[Array, "batch tokens"], slots: Int[Array, "batch"], all_slots: int) -> Int[Array, "batch"]:
+    """Return the number of nodes of each sequence whose records are written: those up to the last one in ``written``.
+
+    Nobody reads the records of the others among them. Padding after them is left out, as the ring may lack rows for it.
     """
     ends = jnp.max(jnp.where(written, jnp.arange(1, written.shape[1] + 1), 0), axis=1)
     return jnp.where(slots < all_slots, ends, 0).astype(jnp.int32)
@@ -151,8 +159,7 @@ def _verify(
     *,
     interpret: Any,
 ) -> tuple[Array, RecordRing]:
-    position = block_of(lengths)
-    behind = behind_of(ring.decays_at(slots, position), (position < lengths[:, None])[:, None])
+    behind = committed_factors(ring, slots, lengths)
     counts = counts_of(written, slots, ring.decays.shape[0])
     outputs, values = delta_kernel.verify(
         state, ring, slots, lengths, behind, counts, nodes_of(new, seen), interpret=interpret

@@ -1,8 +1,9 @@
 """The gated delta rule token after token in one kernel for Hopper GPUs; `gated_delta` has the rule.
 
 A CTA has `ROWS` value channels of the state of one value head of one sequence in registers. It advances the state by
-the records behind it, then by the tokens of the sequence. Both take the same step of the same loop, so the bits of a
-state depend on those of the state before and of the token alone: not on rounds, trees or the pieces of a prompt.
+the records of the tokens after it, then by the tokens of the sequence. Both take the same step of the same loop, so the
+bits of a state depend on those of the state before and of the token alone: not on rounds, trees or the pieces of a
+prompt.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from pallas_kernels.recurrent.delta_cta import UNIT
 from pallas_kernels.recurrent.delta_kernel import Nodes
 from pallas_kernels.recurrent.record_ring import RecordRing
 from pallas_kernels.recurrent.records import LEAST
-from pallas_kernels.recurrent.warpgroup import WITHOUT_BARRIERS, Warpgroup, launch, lowered_once, tiled
+from pallas_kernels.recurrent.warpgroup import WITHOUT_BARRIERS, Warpgroup, first_rows, launch, lowered_once, tiled
 
 ROWS = 8  # rows that a warpgroup norms at a time
 BLOCK = 128  # channels that a warpgroup computes at a time, one in each thread
@@ -197,12 +197,11 @@ class _InputsCta:
     def load(self):
         """Starts to load the rows of the nodes and of the committed inputs before them."""
         memory, before, padded = self.memory, self.taps - 1, self.padded
-        first = jnp.minimum(self.length, 0) * UNIT  # not constant: rows past the last one are read as zeros
         heads = pl.ds(self.head * self.shared, self.shared)
         loads = [(self.nodes.places.at[self.sequence], memory.places)]
         loads += [(self.nodes.gates.at[self.sequence, heads], memory.gates)]
         for block, columns in enumerate(self.columns):
-            source = self.nodes.projected.at[self.sequence, pl.ds(first, padded), columns]
+            source = self.nodes.projected.at[self.sequence, first_rows(self.length, padded), columns]
             loads.append((source, memory.rows.at[block, pl.ds(before, padded)]))
             for index in range(before):
                 row = jax.lax.rem(self.length + (self.inputs.shape[1] - before + index), self.inputs.shape[1])
@@ -254,8 +253,7 @@ class _InputsCta:
 
     def store_rows(self):
         """Begins to store keys and queries."""
-        first = jnp.minimum(self.length, 0) * UNIT  # not constant: rows past the last one are not stored
-        rows, columns = pl.ds(first, self.padded), pl.ds(self.head * BLOCK, BLOCK)
+        rows, columns = first_rows(self.length, self.padded), pl.ds(self.head * BLOCK, BLOCK)
         tiles = self.memory.keys.at[pl.ds(0, self.padded)], self.memory.queries
         for source, target in zip(tiles, (self.keys, self.queries), strict=True):
             self.plgpu.copy_smem_to_gmem(source, target.at[self.sequence, rows, columns])

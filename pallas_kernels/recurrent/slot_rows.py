@@ -87,30 +87,13 @@ def _move(arrays: list[Array], slots: Array, source: Array, target: Array, moved
 
     def run(refs, *memory):
         (*rows, slots, source, target, moved), (*buffers, arrived) = refs, memory
-        place, sequence = jax.lax.axis_index("piece"), jax.lax.axis_index("sequence")
-        slot = slots[sequence]
-
-        def move(index, piece):
-            form = forms.index((pieces[index].shape[3:], pieces[index].dtype))
-            array, stages = rows[index], buffers[form * ROWS : (form + 1) * ROWS]
-            for part, first in enumerate(range(0, moves, ROWS)):
-                some = range(first, min(first + ROWS, moves))
-                for at in range(ROWS):  # past the last move the last row is read again
-                    row = jax.lax.rem(source[sequence, min(first + at, moves - 1)], array.shape[1])
-                    plgpu.copy_gmem_to_smem(array.at[slot, pl.ds(row, 1), piece], stages[at], arrived.at[part])
-                plgpu.barrier_wait(arrived.at[part])
-                for at, number in enumerate(some):
-
-                    @pl.when(moved[sequence, number] == 1)
-                    def _(at=at, number=number):
-                        row = jax.lax.rem(target[sequence, number], array.shape[1])
-                        here = array.at[slot, pl.ds(row, 1), piece]
-                        plgpu.copy_smem_to_gmem(stages[at], here)
-
-                plgpu.wait_smem_to_gmem(0)
-
+        sequence = jax.lax.axis_index("sequence")
+        slot, path = slots[sequence], tuple(of.at[sequence] for of in (source, target, moved))
         for number, (index, piece) in enumerate(places):
-            pl.when((place == number) & (slot < rows[0].shape[0]))(partial(move, index, piece))
+            form = forms.index((pieces[index].shape[3:], pieces[index].dtype))
+            stages = buffers[form * ROWS : (form + 1) * ROWS]
+            copy = partial(_copy_rows, plgpu, rows[index].at[slot, :, piece], path, stages, arrived)
+            pl.when((jax.lax.axis_index("piece") == number) & (slot < rows[0].shape[0]))(copy)
 
     # A buffer of its own for each row, which therefore begins at a multiple of 128 bytes, as the copies need.
     memory = [plgpu.SMEM((1, *shape), dtype) for shape, dtype in forms for _ in range(ROWS)] + [
@@ -120,3 +103,22 @@ def _move(arrays: list[Array], slots: Array, source: Array, target: Array, moved
     integers = (of.astype(jnp.int32) for of in (slots, source, target, moved))
     launch(plgpu, run, "move_slot_rows", grid, (), memory, (*refs, *integers), interpret)
     return [jax.freeze(ref).reshape(array.shape) for ref, array in zip(refs, arrays, strict=True)]
+
+
+def _copy_rows(plgpu, rows, path, stages, arrived):
+    """Copies rows [rows, ...] of a slot along a path: positions to read and to write, and whether a row is copied."""
+    source, target, moved = path
+    size, moves = rows.shape[0], source.shape[0]
+    for part, first in enumerate(range(0, moves, ROWS)):
+        for index, stage in enumerate(stages):  # past the last move the last row is read again
+            row = jax.lax.rem(source[min(first + index, moves - 1)], size)
+            plgpu.copy_gmem_to_smem(rows.at[pl.ds(row, 1)], stage, arrived.at[part])
+        plgpu.barrier_wait(arrived.at[part])
+        for move, stage in zip(range(first, moves), stages, strict=False):
+
+            @pl.when(moved[move] == 1)
+            def _(move=move, stage=stage):
+                row = jax.lax.rem(target[move], size)
+                plgpu.copy_smem_to_gmem(stage, rows.at[pl.ds(row, 1)])
+
+        plgpu.wait_smem_to_gmem(0)

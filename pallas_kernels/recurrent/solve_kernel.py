@@ -128,7 +128,7 @@ class _SolvedChunk:
     def solved(self):
         """Returns the inverse of 1 + weights as arrays of `COLUMNS` columns, by substitution.
 
-        The weights of token after token, times its column, are subtracted from the columns behind it.
+        For one token after another, its column times its weights is subtracted from the later columns.
         """
         registers = self.registers
         row, column = registers.index(0, COLUMNS), registers.index(1, COLUMNS)

@@ -71,6 +71,18 @@ def launch(plgpu, run, name, grid, out, memory, inputs, interpret, **options):
     )(*inputs)
 
 
+def first_rows(position, count):
+    """Returns the first rows of an array as a slice, for copies of more rows than the array has.
+
+    Rows past its end are read as zeros, and are not stored. A slice with a constant beginning would be refused.
+
+    Args:
+        position: a number that is not constant and not negative.
+        count: number of rows.
+    """
+    return pl.ds(jnp.minimum(position, 0) * 8, count)
+
+
 class Warpgroup:
     """Loads, stores and products of one warpgroup, compiled or interpreted."""
 

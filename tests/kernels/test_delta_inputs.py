@@ -111,7 +111,7 @@ def test_outputs_records_and_inputs_of_nodes(parents: list[int], lengths: list[i
 def test_padding_and_nodes_without_a_budget_leave_committed_rows_as_they_are(
     count: int, more: int, length: int
 ) -> None:
-    """Rings have rows for the nodes alone, so padding behind them would overwrite the newest committed rows."""
+    """A ring has rows for the nodes alone: were padding after them written, it would overwrite committed rows."""
     layer, projected, gates, state, batch = problem([-1, *[0] * (count - 1)], [length, 33], [2, 0])
     batch = replace(batch, valid=batch.valid.at[:, 2].set(False))  # left out of a budget; later ones are not
     arguments = *(jnp.pad(of, ((0, 0), (0, more), (0, 0))) for of in (projected, gates)), state, batch.pad(more)

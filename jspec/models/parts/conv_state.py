@@ -57,12 +57,11 @@ class ConvState(_Rows, LayerState):
     @classmethod
     def commit(cls, states: Sequence[Self], view: SlotView, path: AcceptedPath) -> list[Self]:
         """Move the inputs of an accepted path; `LayerState.commit`."""
-        return cls.kept(
-            [state._replace(inputs=move_slot_rows([state.inputs], view, path)[0]) for state in states], view, path
-        )
+        moved = [state._replace(inputs=move_slot_rows([state.inputs], view, path)[0]) for state in states]
+        return cls.with_boundaries(moved, view, path)
 
     @classmethod
-    def kept(cls, moved: list[Self], view: SlotView, path: AcceptedPath) -> list[Self]:
+    def with_boundaries(cls, moved: list[Self], view: SlotView, path: AcceptedPath) -> list[Self]:
         """Keep the inputs before the last multiple of `EVERY` tokens that a round has reached, if states are copied.
 
         Args:
@@ -231,8 +230,7 @@ def _at_boundary_of_prompts(
     assert batch.slots is not None and state.at_boundary is not None
     position, start = batch.ends // EVERY * EVERY, batch.starts[:, None]
     wanted = position[:, None] - count + jnp.arange(count)
-    first = jnp.argmax(batch.piece == jnp.arange(len(position))[:, None], axis=1) * x.shape[1]
-    of_piece = x.reshape(-1, x.shape[-1]).at[first[:, None] + wanted - start].get(mode="clip")
+    of_piece = x.reshape(-1, x.shape[-1]).at[batch.first[:, None] + wanted - start].get(mode="clip")
     past = _committed(state, batch.slots, batch.starts, count)
     older = jnp.take_along_axis(past, jnp.clip(wanted - start + count, 0, count - 1)[..., None], axis=1)
     rows = jnp.where((wanted >= start)[..., None], of_piece, older)

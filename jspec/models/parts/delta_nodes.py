@@ -15,10 +15,9 @@ from jspec.models.parts.slot_rows import ancestor_mask
 from pallas_kernels.layers.hopper import HEIGHT
 from pallas_kernels.recurrent import delta_kernel, inputs_kernel
 from pallas_kernels.recurrent.delta_cta import UNIT
-from pallas_kernels.recurrent.delta_kernel import MOST_NODES, behind_of
-from pallas_kernels.recurrent.delta_rounds import counts_of, has_kernel
+from pallas_kernels.recurrent.delta_kernel import MOST_NODES
+from pallas_kernels.recurrent.delta_rounds import committed_factors, counts_of, has_kernel
 from pallas_kernels.recurrent.inputs_kernel import BLOCK, NodeRows
-from pallas_kernels.recurrent.record_ring import block_of
 
 
 def takes_kernels(
@@ -59,8 +58,7 @@ def run_nodes(
     """
     assert batch.slots is not None, "rounds have slots"
     slots, lengths, ring = batch.slots, batch.first_row, state.records
-    position = block_of(lengths)
-    behind = behind_of(ring.decays_at(slots, position), (position < lengths[:, None])[:, None])
+    behind = committed_factors(ring, slots, lengths)
     # The new decays are written after the committed ones have been read: else they are copied.
     behind, projected = jax.lax.optimization_barrier((behind, projected))
     counts = counts_of(batch.valid, slots, state.slots)

@@ -87,7 +87,7 @@ class _ChunkPlan(NamedTuple):
         batch, (starts, ends) = self.batch, (of[self.piece][:, None] for of in (self.batch.starts, self.batch.ends))
         is_used = jnp.arange(len(self.piece)) < self.used
         exists = (self.position >= starts) & (self.position < ends) & is_used[:, None]
-        source = _first_of(batch)[self.piece][:, None] + self.position - starts
+        source = batch.first[self.piece][:, None] + self.position - starts
         source = jnp.where(exists, source, batch.tokens.size)
         queries, keys, values, decays, rates = (
             _by_token(rows).at[source].get(mode="fill", fill_value=0) for rows in new
@@ -109,7 +109,7 @@ class _ChunkPlan(NamedTuple):
         batch, position = self.batch, block_of(self.batch.ends)
         assert batch.slots is not None
         is_kept = (position >= batch.starts[:, None]) & (position < batch.ends[:, None])
-        source = jnp.clip(_first_of(batch)[:, None] + position - batch.starts[:, None], 0, batch.tokens.size - 1)
+        source = jnp.clip(batch.first[:, None] + position - batch.starts[:, None], 0, batch.tokens.size - 1)
         keys, decays = (jnp.swapaxes(_by_token(rows)[source], 1, 2) for rows in (new.keys, new.decays))
         row = (position - self.origin[:, None]) % CHUNK
         values = jnp.swapaxes(jnp.take_along_axis(corrected, row[:, None, None], axis=3), 2, 3).astype(new.values.dtype)
@@ -135,11 +135,6 @@ def most_chunks(blocks: int, rows: int, pieces: int) -> int:
     second = -(-((chunks + 1) * CHUNK - before) // rows) - 1
     longer = min(pieces, (blocks - pieces) // second)
     return chunks * pieces + longer + (blocks - pieces - second * longer) // (CHUNK // rows)
-
-
-def _first_of(batch: PromptBatch) -> Int[Array, "pieces"]:
-    """Return the index of each piece's first token among all rows."""
-    return batch.newest - (batch.ends - batch.starts - 1)
 
 
 def _by_token(rows: Float[Array, "batch heads tokens *dim"]) -> Float[Array, "rows heads *dim"]:

@@ -95,7 +95,7 @@ class DeltaState(_StateAndRecords, LayerState):
         inputs = [state.inputs._replace(inputs=of[-1]) for state, of in zip(states, rows, strict=True)]
         moved = [
             state._replace(records=RecordRing(*of[:-1]), inputs=new)
-            for state, of, new in zip(states, rows, ConvState.kept(inputs, view, path), strict=True)
+            for state, of, new in zip(states, rows, ConvState.with_boundaries(inputs, view, path), strict=True)
         ]
         for index in range((EVERY - 1 + path.longest) // EVERY):  # a round may complete several blocks of records
             first = (view.lengths // EVERY + index) * EVERY
@@ -150,8 +150,7 @@ def _run_prompts(state: DeltaState, new: DeltaTokens, batch: PromptBatch) -> tup
 def _run_in_order(
     state: DeltaState, new: DeltaTokens, batch: PromptBatch, *, interpret: Any
 ) -> tuple[Outputs, DeltaState]:
-    first = batch.newest - (batch.ends - batch.starts - 1)
-    pieces = in_order_tokens.Pieces(batch.slots, batch.starts, batch.ends, first)
+    pieces = in_order_tokens.Pieces(batch.slots, batch.starts, batch.ends, batch.first)
     outputs, records, states = in_order_tokens.run_pieces(state.state, state.records, new, pieces, interpret=interpret)
     outputs = jnp.where(is_token(batch)[:, None, :, None], outputs, 0)
     return outputs, state if batch.slots is None else _kept(state._replace(state=states), records, batch)
@@ -238,7 +237,7 @@ def _joined(rows: Array, *, count: int, size: int) -> Array:
 
 
 def _kept(state: DeltaState, records: Records, batch: PromptBatch) -> DeltaState:
-    """Enter the records of the tokens behind the last multiple of `EVERY` tokens of each piece."""
+    """Write the records of each piece's tokens that come after its last multiple of `EVERY` tokens."""
     assert batch.slots is not None
     is_kept = is_token(batch) & (batch.positions >= (batch.of_piece(batch.ends) // EVERY * EVERY)[:, None])
     slots = jnp.where(is_kept, batch.of_piece(batch.slots, state.slots)[:, None], state.slots)
