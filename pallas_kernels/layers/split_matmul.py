@@ -20,7 +20,7 @@ from pallas_kernels.layers import hopper
 from pallas_kernels.layers.dense import hopper_kernel, split_kernel
 from pallas_kernels.layers.dense.grouped_matmul import is_grouped, packed_tiles
 from pallas_kernels.layers.dense.hopper_tiling import HopperTiles, choose_tiles
-from pallas_kernels.layers.dense.split_kernel import FEW_ROWS, LEAST_OUT, MOST_ROWS, WIDEST_OUT, parts_of
+from pallas_kernels.layers.dense.split_kernel import FEW_ROWS, LEAST_OUT, MOST_ROWS, WIDEST_OUT, kernel_sizes, parts_of
 from pallas_kernels.layers.partial_sums import PartialSums, Scaled, join
 from pallas_kernels.layers.products import factors, matmul_grouped, matmul_unscaled
 from pallas_kernels.layers.quantize_rows import FP8, Activation
@@ -74,10 +74,10 @@ def split_matmul(
             and the Hopper kernel ignore it.
         dtype: dtype of several partial sums of at most 64 rows; None: float32. The Hopper kernel ignores it.
         first: first of the weight's rows that are multiplied; up to 64 rows copy none. Quantised weights have all.
-        implementation: as in `paged_attention`. XLA computes a product with one partial sum or with more than 64 rows,
-            unless the weight has group scales (`grouped_matmul`). The Hopper kernel computes some products of
-            "fp8_dynamic" on a Hopper GPU (`hopper_tiles`). There a product of "int4" has as many partial sums as
-            `packed_tiles` chooses.
+        implementation: as in `paged_attention`. XLA computes a product of more than 64 rows, or of sizes that the
+            kernel does not support (`kernel_sizes`), unless the weight has group scales (`grouped_matmul`). The Hopper
+            kernel computes some products of "fp8_dynamic" on a Hopper GPU (`hopper_tiles`). There a product of "int4"
+            has as many partial sums as `packed_tiles` chooses.
     """
     if isinstance(weight, Shard):
         own_dtype = x.dtype if weight.by == "columns" and x.dtype == jnp.bfloat16 else dtype
@@ -93,9 +93,10 @@ def split_matmul(
             packed = packed_tiles(rows, weight, x.dtype)
             parts = packed.parts if packed else parts
         return matmul_grouped(x, weight, many, parts=parts, gate=gate, implementation=implementation)
-    if first and (parts == 1 or rows > MOST_ROWS) and not isinstance(weight, Quantized):
+    sizes = kernel_sizes(rows, out, inner, x.dtype, width)
+    if first and sizes is None and not isinstance(weight, Quantized):
         weight, first = weight[first:], 0  # XLA may copy these
-    if parts == 1:
+    if parts == 1 and sizes is None:
         return matmul_unscaled(x, weight, gate=gate, implementation=implementation)
     f = factors(x, weight, gate=gate, implementation=implementation)
     f = f._replace(x=f.x.reshape(-1, inner))
@@ -110,11 +111,13 @@ def split_matmul(
     awaited = None if after is None else jax.tree.leaves(after)[0]
     tiles = hopper_tiles(rows, weight)
     parts = tiles.parts if tiles else parts
-    options: dict[str, Any] = {"parts": parts, "dtype": dtype or jnp.float32, "first": first}
-    reference = functools.partial(split_kernel.reference, **options)
+    sums_dtype = x.dtype if parts == 1 else dtype or jnp.float32
+    options: dict[str, Any] = {"dtype": sums_dtype, "first": first}
+    reference = functools.partial(split_kernel.reference, parts=parts, **options)
     if tiles:
         sums = hopper.choose_compiled(implementation, functools.partial(_hopper, tiles=tiles), reference, f, awaited)
     else:
-        kernel = functools.partial(split_kernel.multiply, **options)
+        assert sizes is not None
+        kernel = functools.partial(split_kernel.multiply, sizes=sizes, **options)
         sums = dispatch(implementation, None, kernel, reference, f, awaited)
     return sums.reshape(parts, *shape, out)

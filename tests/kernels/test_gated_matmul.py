@@ -100,11 +100,12 @@ def interpreted(
         (40, HopperTiles(groups=1, columns=64, inner=64, stages=2, store=8, programs=2, halves=2, transposed=40)),
         (80, HopperTiles(groups=3, columns=192, inner=64, stages=3, store=16, programs=1, halves=2, transposed=80)),
         (72, HopperTiles(groups=2, columns=56, inner=64, stages=2, store=56, programs=2, halves=2)),  # stored at once
+        (40, HopperTiles(groups=1, columns=136, inner=64, stages=2, store=8, programs=2, halves=2)),  # two operands
     ],
 )
 def test_hopper_kernel_interpreted_with_gate_and_up_weights_matches_float64(rows: int, tiles: HopperTiles) -> None:
     """The interpreter also fails if a barrier is passed too early or has arrivals left at the end."""
-    out = 4 * tiles.columns if tiles.stores_in_x else 192
+    out = 4 * tiles.columns if 192 % tiles.columns else 192
     x, weight = problem(rows, out, 320)
     got = interpreted(x, weight, tiles=tiles)
     assert (got.shape, got.dtype) == ((rows, out), BF16)
@@ -139,6 +140,9 @@ def test_hopper_tiles_of_float8_leave_shared_memory_for_scales_and_4_stages() ->
     ("rows", "out", "columns"),
     [
         (32, 14336, 112),  # 128 tiles
+        (32, 17408, 136),  # 128 tiles of gate and of up, each an operand
+        (128, 17408, 136),
+        (160, 17408, None),  # with three warpgroups, registers suffice for 128 columns
         (72, 14336, 128),  # transposed
         (112, 14336, 112),
         (136, 14336, 128),
@@ -218,6 +222,7 @@ def test_hopper_kernel_interpreted_with_scales_applies_them_to_both_parts() -> N
             marks=pytest.mark.matrix,
         ),
         (5, HopperTiles(groups=1, columns=48, inner=128, stages=3, store=16, programs=3, halves=2, scale_tiles=2)),
+        (16, HopperTiles(groups=1, columns=136, inner=128, stages=2, store=8, programs=1, halves=2, scale_tiles=4)),
         pytest.param(
             128,
             HopperTiles(groups=2, columns=96, inner=128, stages=3, store=16, programs=2, halves=2),
@@ -239,7 +244,7 @@ def test_hopper_kernel_interpreted_with_scales_applies_them_to_both_parts() -> N
     ],
 )
 def test_hopper_kernel_interpreted_with_fp8_gate_and_up_applies_their_scales(many: int, tiles: HopperTiles) -> None:
-    out = 256 if tiles.transposed else 4 * tiles.columns if tiles.stores_in_x else 192
+    out = 256 if tiles.transposed else 4 * tiles.columns if 192 % tiles.columns else 192
     x, weight = problem(many, out, 640)
     rows, quantized = QuantizedActivation(*quantize_rows(x), BF16), quantize(weight, "fp8_dynamic")
     call = partial(interpreted, tiles=tiles)
@@ -257,6 +262,7 @@ def test_hopper_kernel_interpreted_with_fp8_gate_and_up_applies_their_scales(man
         (64, 6144, 4096, BF16, "silu"),
         (320, 6144, 2048, F16, "silu"),
         (128, 8192, 2048, BF16, "silu"),
+        *((rows, 17408, 5120, dtype, "silu") for rows, dtype in ((32, BF16), (128, BF16), (64, FP8))),
         (72, 28672, 8192, BF16, "silu"),
         *((rows, 14336, 4096, FP8, "silu") for rows in (2, 64, 160, 256, 320)),
         *((rows, 14336, 3584, BF16, "gelu_tanh") for rows in (64, 160, 192)),  # Gemma 2 9B
@@ -408,6 +414,7 @@ def test_kernel_of_a_few_rows_runs_on_hopper_alone_for_wide_weights_of_two_bytes
             {"rows": 7},
             {"rows": 65},
             {"rows": 48, "out": 6144},
+            {"rows": 48, "out": 12288},  # 192 tiles for 132 multiprocessors
             {"rows": 48, "dtype": F32},
             {"rows": 48, "activation": "gelu_tanh"},
             {"rows": 48, "implementation": "reference"},
@@ -418,7 +425,7 @@ def test_kernel_of_a_few_rows_runs_on_hopper_alone_for_wide_weights_of_two_bytes
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [8, 11, 32, 40, 64, 72, 128, 160, 192, 200, 256, 264, 320])
 def test_gated_matmul_on_gpu_matches_float64(rows: int) -> None:
-    for out, inner, dtype in ((14336, 4096, BF16), (6144, 1024, F16)):
+    for out, inner, dtype in ((14336, 4096, BF16), (6144, 1024, F16), (17408, 1024, BF16)):
         x, weight = problem(rows, out, inner, dtype)
         got = gated_matmul(x, weight)
         assert error(got, x, weight) < 4e-3
@@ -444,7 +451,7 @@ def test_gated_matmul_on_gpu_of_gelu_matches_float64(activation: Activation, row
 @pytest.mark.parametrize("rows", [5, 8, 32, 72, 160, 264, 320])
 def test_gated_matmul_on_gpu_of_fp8_weights_applies_their_scales(rows: int) -> None:
     """The tolerance is large because tensor cores add up products of float8 with some 14 bits."""
-    x, weight = problem(rows, 14336, 4096)
+    x, weight = problem(rows, 17408 if rows == 32 else 14336, 4096)
     quantized = quantize(weight, "fp8_dynamic")
     x8 = QuantizedActivation(*quantize_rows(x), BF16)
     factors = exact(x8), exact(quantized)

@@ -13,6 +13,7 @@ import pytest
 
 from pallas_kernels import quantize_rows, split_matmul
 from pallas_kernels.layers import hopper
+from pallas_kernels.layers.dense import split_kernel
 from pallas_kernels.layers.dense.split_kernel import MOST_ROWS, parts_of
 from pallas_kernels.layers.formats import quantize
 from pallas_kernels.layers.partial_sums import Scaled, reduce_partials
@@ -56,6 +57,18 @@ def test_split_product_of_random_matrices_has_partial_sums_of_the_product(
     assert got.dtype == jnp.float32
     assert error(got, x, weight) < 1e-5  # float32 sums of 2048 products of exact bfloat16 factors
     assert error(got[1:], x, weight) > 0.1, "control: without the first partial sum"
+
+
+@pytest.mark.parametrize("implementation", ["pallas", "reference"])
+def test_split_product_of_many_tiles_has_one_part_in_the_dtype_of_x(
+    implementation: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(split_kernel, "LEAST_UNDIVIDED", 18)
+    x, weight = problem(7, 18 * 64, 2176, "bfloat16")
+    got = split_matmul(x, weight, implementation=implementation)
+    assert (got.shape, got.dtype) == ((1, 1, 7, 18 * 64), BF16)
+    assert error(got, x, weight) < 0.02  # one rounding to eight bits
+    assert error(got, x, weight[::-1]) > 1, "control: another weight"
 
 
 @pytest.mark.parametrize(("rows", "out", "implementation"), cover.with_kernel([(5, 1024), (72, 1024), (5, 512)], 1))
@@ -167,6 +180,8 @@ def test_split_product_told_to_wait_for_an_array_has_it_as_kernel_operand(waits:
         (320, 6144, 4096, BF16, 1),
         (5, 4096, 11008, BF16, 2),
         (5, 28672, 4096, BF16, 1),  # enough columns
+        (5, 16384, 5120, BF16, 1),
+        (40, 5120, 17408, BF16, 2),
         (5, 4096, 4096, jnp.dtype("float32"), 1),
         (1, 2048, 10944, BF16, 9),  # 171 steps of 64 values, which are no multiple of 4
         (5, 5120, 2880, BF16, 3),  # 45 steps
@@ -220,7 +235,7 @@ def test_split_product_of_small_weight_returns_one_partial_sum_in_x_dtype() -> N
 
 
 @pytest.mark.parametrize("rows", [1, 5, 20, 60])
-@pytest.mark.parametrize(("out", "inner"), [(4096, 4096), (4096, 14336), (6144, 4096), (5120, 2880), (2048, 10944)])
+@pytest.mark.parametrize(("out", "inner"), [(4096, 4096), (5120, 17408), (16384, 5120), (5120, 2880), (2048, 10944)])
 def test_split_product_compiled_for_h200_is_one_launch_without_spills(rows: int, out: int, inner: int) -> None:
     x, weight = jax.ShapeDtypeStruct((1, rows, inner), BF16), jax.ShapeDtypeStruct((out, inner), BF16)
     program = compile_for_h200(
@@ -302,6 +317,7 @@ def test_split_product_of_fp8_on_hopper_has_partial_sums_of_the_product(rows: in
         (5, 6144, 4096),
         (60, 4096, 14336),
         (60, 6144, 8192),
+        (32, 16384, 5120),
         (80, 4096, 14336),
         (160, 6144, 4096),
         (320, 4096, 14336),

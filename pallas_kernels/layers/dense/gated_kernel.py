@@ -10,11 +10,13 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array
 
 from pallas_kernels.layers import hopper
+from pallas_kernels.layers.dense.hopper_tiling import imbalance
 from pallas_kernels.layers.quantize_rows import Activation, activate
 from pallas_kernels.layers.weights import Inputs, Quantized, Weight
 
 KERNEL_ROWS = range(8, 65)  # numbers of rows that the kernel multiplies
 TILE, COLUMNS, STAGES = 64, 128, 4  # tile, values of k per loop iteration, and iterations whose loads are in flight
+MOST_IDLE = 1.25  # others are faster if the time exceeds that of an even distribution of the tiles by this factor
 
 
 def _kernel(
@@ -60,4 +62,7 @@ def has_few_rows(x: Inputs | jax.ShapeDtypeStruct, weight: Weight, activation: A
     is_supported = not isinstance(weight, Quantized) and weight.dtype == x.dtype and x.dtype.itemsize == 2
     if multiprocessors is None or not is_supported or activation != "silu" or rows not in KERNEL_ROWS:
         return False
-    return both % (2 * TILE) == 0 and inner % COLUMNS == 0 and both // (2 * TILE) > multiprocessors
+    if both % (2 * TILE) or inner % COLUMNS:
+        return False
+    tiles = both // (2 * TILE)
+    return tiles > multiprocessors and imbalance(tiles, multiprocessors) <= MOST_IDLE

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from pallas_kernels.layers.dense.hopper_tiling import INNER_BYTES, MOST_COLUMNS, STORE_BUFFERS, HopperTiles
+from pallas_kernels.layers.dense.hopper_tiling import INNER_BYTES, SCALE_COLUMNS, STORE_BUFFERS, HopperTiles
 from pallas_kernels.layers.hopper import HEIGHT
 from pallas_kernels.layers.quantize_rows import Activation, gate_logit
 
@@ -45,7 +45,7 @@ def _kernel(
     w_tiles,  # [stages, halves * columns, inner]
     arrived,  # barriers [stages]: the loads of a slice of k have arrived in the slot
     done,  # barriers [stages]: all warpgroups have read the slot
-    *scales_memory,  # row scales [height], column scales [scale_tiles, halves, 128], both float32; a barrier for both
+    *scales_memory,  # float32 scales of rows [height] and columns [scale_tiles, halves, SCALE_COLUMNS]; their barrier
     # static parameters
     tiles,
     activation,
@@ -148,9 +148,12 @@ class _HopperCta:
 
     def operands(self, slot):
         """Returns the two operands of `wgmma` for each accumulator, as parts of one slot of shared memory."""
-        if not self.tiles.transposed:
-            return [(self.x_tiles.at[slot, self.own_part], self.w_tiles.at[slot].T)]
-        starts = [half * self.tiles.columns + self.group * HEIGHT for half in range(self.tiles.halves)]
+        tiles = self.tiles
+        if not tiles.transposed:
+            size = tiles.halves // tiles.operands * tiles.columns
+            weights = [self.w_tiles.at[slot, pl.ds(index * size, size)].T for index in range(tiles.operands)]
+            return [(self.x_tiles.at[slot, self.own_part], part) for part in weights]
+        starts = [half * tiles.columns + self.group * HEIGHT for half in range(tiles.halves)]
         return [(self.w_tiles.at[slot, pl.ds(start, HEIGHT)], self.x_tiles.at[slot].T) for start in starts]
 
     def multiply(self, item, *accumulators):
@@ -203,8 +206,9 @@ class _HopperCta:
             first: as in `piece_of`.
         """
         tiles = self.tiles
-        start = first if tiles.transposed else half * tiles.columns + first
-        piece = sums[half if tiles.transposed else 0][:, start : start + tiles.store]
+        is_apart = tiles.operands == tiles.halves
+        start = first if is_apart else half * tiles.columns + first
+        piece = sums[half if is_apart else 0][:, start : start + tiles.store]
         if self.scale_ref is None:
             return piece
         rows, (column, size) = self.piece_of(first)
@@ -276,7 +280,7 @@ def multiply(
 
     scales_memory = [
         plgpu.SMEM((math.ceil(tiles.height / HEIGHT) * HEIGHT,), jnp.float32),
-        plgpu.SMEM((tiles.scale_tiles, tiles.halves, MOST_COLUMNS), jnp.float32),
+        plgpu.SMEM((tiles.scale_tiles, tiles.halves, SCALE_COLUMNS), jnp.float32),
         plgpu.Barrier(num_arrivals=math.ceil(tiles.height / HEIGHT) + tiles.scale_tiles * tiles.halves),
     ]
 

@@ -28,8 +28,11 @@ ALIGNMENT = 1024  # alignment in bytes of each array in shared memory; TMA copie
 MOST_GROUPS = 5  # most warpgroups per CTA, because they share a multiprocessor's registers
 REGISTERS = 512  # registers per thread if a multiprocessor had one warpgroup
 OTHER_REGISTERS = 40  # registers per thread in addition to the accumulators
-LEAST_COLUMNS, MOST_COLUMNS = 48, 128  # columns of gate, and as many of up; one operand has both, at most 256 columns
+LEAST_COLUMNS, MOST_COLUMNS = 48, 136  # columns of gate, and as many of up
+MOST_OPERAND = 256  # most columns of an operand; gate and up of more columns are two operands
+TRANSPOSED_COLUMNS = 128  # columns of gate, and as many of up, if the product is transposed
 MOST_TRANSPOSED = 160  # most rows of x whose accumulators (gate and up) fit into a warpgroup's registers
+SCALE_COLUMNS = 160  # columns of the memory of an output tile's scales
 MOST_IDLE = 1.15  # XLA is faster if the time exceeds that of an even distribution of the tiles by this factor
 
 
@@ -53,11 +56,16 @@ class HopperTiles(NamedTuple):
         return self.transposed or self.groups * HEIGHT
 
     @property
+    def operands(self) -> int:
+        """Number of operands that the weights of a slice are: two if gate and up have an accumulator each."""
+        is_joined = not self.transposed and self.halves * self.columns <= MOST_OPERAND
+        return 1 if is_joined else self.halves
+
+    @property
     def accumulators(self) -> list[tuple[int, int]]:
         """Shapes (rows, columns) of the accumulators of a warpgroup."""
-        if self.transposed:
-            return [(HEIGHT, self.transposed)] * self.halves
-        return [(HEIGHT, self.halves * self.columns)]
+        columns = self.transposed or self.halves // self.operands * self.columns
+        return [(HEIGHT, columns)] * self.operands
 
     @property
     def stores_in_x(self) -> bool:
@@ -98,15 +106,15 @@ def choose_tiles(
     # choose the one that leaves the fewest multiprocessors idle; among equally good widths, choose the widest.
     most = min(REGISTERS // groups // 8 * 8 - OTHER_REGISTERS, MOST_COLUMNS)
     widths = [width for width in range(most, LEAST_COLUMNS - 1, -8) if out % width == 0]
-    time = {width: _imbalance(out // width * parts, multiprocessors) for width in widths}
+    time = {width: imbalance(out // width * parts, multiprocessors) for width in widths}
     if not widths or min(time.values()) > MOST_IDLE:
         return None
     columns, height, transposed = min(widths, key=lambda width: time[width]), groups * HEIGHT, 0
 
     # Transpose the product (65 to 160 rows) if this lowers waves * rows; a padding row takes as long as any other row.
-    can_transpose = halves == 2 and HEIGHT < rows <= MOST_TRANSPOSED and out % MOST_COLUMNS == 0
-    if can_transpose and _imbalance(out // MOST_COLUMNS * parts, multiprocessors) * rows < time[columns] * height:
-        groups, columns, height, transposed = MOST_COLUMNS // HEIGHT, MOST_COLUMNS, rows, rows
+    can_transpose = halves == 2 and HEIGHT < rows <= MOST_TRANSPOSED and out % TRANSPOSED_COLUMNS == 0
+    if can_transpose and imbalance(out // TRANSPOSED_COLUMNS * parts, multiprocessors) * rows < time[columns] * height:
+        groups, columns, height, transposed = TRANSPOSED_COLUMNS // HEIGHT, TRANSPOSED_COLUMNS, rows, rows
 
     # Shared memory holds store buffers, scales (float8), and as many slices of k as fit into the rest.
     items = out // columns * parts
@@ -114,7 +122,7 @@ def choose_tiles(
     store = columns if stores_in_x else 8 if (transposed or columns) % 16 else 16
     store_bytes = 0 if stores_in_x else groups * HEIGHT * STORE_BUFFERS * store * (4 if parts > 1 else 2)
     scale_tiles = math.ceil(items / multiprocessors) if dtype == FP8 else 0
-    sizes = (height, scale_tiles * halves * MOST_COLUMNS) if scale_tiles else ()
+    sizes = (height, scale_tiles * halves * SCALE_COLUMNS) if scale_tiles else ()
     scale_bytes = sum(math.ceil(4 * size / ALIGNMENT) * ALIGNMENT for size in sizes)
     room, slice_bytes = SHARED_BYTES - store_bytes, (height + halves * columns) * INNER_BYTES
     stages, fewer = (min(free // slice_bytes, inner // slice_size // parts) for free in (room, room - scale_bytes))
@@ -129,6 +137,6 @@ def choose_tiles(
     return HopperTiles(groups, columns, slice_size, stages, store, programs, parts, halves, scale_tiles, transposed)
 
 
-def _imbalance(items: int, multiprocessors: int) -> float:
+def imbalance(items: int, multiprocessors: int) -> float:
     """Returns the time of `items` equal work items, divided by their time if no multiprocessor were ever idle."""
     return math.ceil(items / multiprocessors) * multiprocessors / items

@@ -12,6 +12,7 @@ from jaxtyping import Array
 
 from pallas_kernels.layers.partial_sums import Factors
 
+DTYPES = jnp.bfloat16, jnp.float16  # of x
 MOST_ROWS = 64  # most rows that the kernel supports; with more rows, XLA computes each partial sum
 OUT_TILE = 128  # rows and columns of an output tile of XLA's product
 TILES = 132  # output tiles that keep the GPU busy, one per multiprocessor
@@ -21,6 +22,7 @@ WIDEST_OUT = 16384  # a wider output has enough tiles even if the sum over k is 
 INNER_BYTES = 128  # bytes of a weight's row that a loop iteration loads, unless its sizes are `LONG`
 NARROW_OUT = 4096  # up to this output width, four parts of k are faster with other sizes; above, two parts are
 LEAST_PROGRAMS = 112  # from this number of programs on, no more parts of k are needed to keep the GPU busy
+LEAST_UNDIVIDED = 192  # from this number of output tiles on, a sum over all of k is faster than two parts
 MOST_PARTS = 12  # fewer parts of k than these, where a kernel's steps do not divide into as many as are fastest
 SPLIT_AGAIN = 2048  # length of a part of k from which XLA may split it again
 MANY_ROWS = 96  # from this number of rows on, XLA splits a part only if there are half as many tiles
@@ -30,14 +32,14 @@ XLA_TILE = 64, 128  # rows and columns of a tile in XLA's decision
 class SplitSizes(NamedTuple):
     """The sizes of the kernel's programs."""
 
-    parts: int  # parts of k
+    parts: int  # parts of k; the only part has the dtype of x
     tile: int  # columns of an output tile
     columns: int  # values of k per loop iteration
     stages: int  # loop iterations whose loads are in flight
 
 
-# With weights of two bytes; four stages if a multiprocessor has one program. At 64 rows every stage but one takes 32
-# KiB of shared memory, of which compute capability 8.9 has 99.
+# With weights of two bytes; four stages if a multiprocessor holds all of its programs at once. At 64 rows every stage
+# but one takes 32 KiB of shared memory, of which compute capability 8.9 has 99.
 LONG = SplitSizes(parts=2, tile=64, columns=128, stages=3)
 
 
@@ -54,13 +56,13 @@ def parts_of(
         weight_bytes: bytes per value of the weight.
         quantize_output: whether x is quantised to the weight's dtype.
     """
-    if dtype not in (jnp.bfloat16, jnp.float16) or out > WIDEST_OUT:
+    if rows <= MOST_ROWS:
+        return sizes.parts if (sizes := kernel_sizes(rows, out, inner, dtype, weight_bytes)) else 1
+    if dtype not in DTYPES or out > WIDEST_OUT:
         return 1
     tiles = math.ceil(rows / OUT_TILE) * math.ceil(out / OUT_TILE)
-    if rows > MOST_ROWS and (tiles >= TILES or not (weight_bytes == 2 or quantize_output)):
+    if tiles >= TILES or not (weight_bytes == 2 or quantize_output):
         return 1
-    if rows <= MOST_ROWS:
-        return sizes.parts if (sizes := choose_sizes(rows, out, inner, weight_bytes)) else 1
     step = INNER_BYTES // weight_bytes
     if out < LEAST_OUT or inner < LEAST_INNER or out % _out_tile(rows, out) or inner % (4 * step):
         return 1
@@ -81,15 +83,17 @@ def _is_split_again(rows: int, out: int, inner: int, parts: int) -> bool:
     return inner // parts >= SPLIT_AGAIN and tiles < (TILES if rows >= MANY_ROWS else 2 * TILES)
 
 
-def choose_sizes(rows: int, out: int, inner: int, weight_bytes: int) -> SplitSizes | None:
-    """Returns the sizes of the kernel's programs for up to 64 rows; None if the sum over k is not divided."""
-    if out < LEAST_OUT or inner < LEAST_INNER:
+def kernel_sizes(rows: int, out: int, inner: int, dtype: jnp.dtype, weight_bytes: int) -> SplitSizes | None:
+    """Returns the sizes of the kernel's programs; None if XLA multiplies. The arguments are those of `parts_of`."""
+    if rows > MOST_ROWS or dtype not in DTYPES or not LEAST_OUT <= out <= WIDEST_OUT or inner < LEAST_INNER:
         return None
     if weight_bytes == 2 and out % LONG.tile == 0:
-        for parts in (2, 4):
+        for parts in (1, 2, 4):
             programs = out // LONG.tile * parts
-            if programs >= LEAST_PROGRAMS and inner % (LONG.columns * parts) == 0:
-                return LONG._replace(parts=parts, stages=4 if programs <= TILES else 3)
+            least = LEAST_UNDIVIDED if parts == 1 else LEAST_PROGRAMS
+            if programs >= least and inner % (LONG.columns * parts) == 0:
+                fit = TILES if rows > 32 else 2 * TILES  # programs with four stages that the GPU holds at once
+                return LONG._replace(parts=parts, stages=4 if programs <= fit else 3)
     tile, columns = _out_tile(rows, out), INNER_BYTES // weight_bytes
     if out % tile or inner % columns:
         return None
@@ -156,29 +160,27 @@ def _kernel(
 
 
 def multiply(
-    factors: Factors, after: Array | None, *, parts: int, dtype: jnp.dtype, first: int, interpret: bool
+    factors: Factors, after: Array | None, *, sizes: SplitSizes, dtype: jnp.dtype, first: int, interpret: bool
 ) -> Array:
     """Runs the kernel, and returns partial sums [parts, rows, out].
 
     Args:
         factors: activations [rows, inner], weight [first + out, inner], and their scales.
         after: an array that the kernel waits for but does not read, or None.
-        parts: number of parts of k, that of `choose_sizes`.
+        sizes: sizes of the programs, those of `kernel_sizes`.
         dtype: dtype of the partial sums.
         first: first of the weight's rows that are multiplied.
         interpret: whether the kernel is interpreted.
     """
     x, weight, *both = factors
     (rows, inner), out = x.shape, weight.shape[0] - first
-    chosen = choose_sizes(rows, out, inner, weight.dtype.itemsize)
-    assert chosen is not None and chosen.parts == parts
     scales = [array for array in both if array is not None]
-    sizes = {"rows": rows, "steps": inner // chosen.columns // parts, "tile": chosen.tile, "inner": chosen.columns}
+    static = {"rows": rows, "steps": inner // sizes.columns // sizes.parts, "tile": sizes.tile, "inner": sizes.columns}
     return pl.pallas_call(
-        functools.partial(_kernel, scales=len(scales), first=first, **sizes),
-        grid=(out // chosen.tile, parts),
-        out_shape=jax.ShapeDtypeStruct((parts, rows, out), dtype),
-        compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=chosen.stages),
+        functools.partial(_kernel, scales=len(scales), first=first, **static),
+        grid=(out // sizes.tile, sizes.parts),
+        out_shape=jax.ShapeDtypeStruct((sizes.parts, rows, out), dtype),
+        compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=sizes.stages),
         interpret=interpret,
         name="split_matmul",
     )(x, weight, *scales, *([] if after is None else [after]))
