@@ -6,14 +6,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.layers.hopper import HEIGHT, choose_compiled, multiprocessors
 from pallas_kernels.recurrent import delta_kernel, gated_delta, in_order_tokens
-from pallas_kernels.recurrent.delta_kernel import MOST_NODES, UNIT, Nodes, behind_of
+from pallas_kernels.recurrent.delta_kernel import behind_of
 from pallas_kernels.recurrent.record_ring import RecordRing, block_of, states_of
 from pallas_kernels.recurrent.records import DeltaTokens, Records, SlotStates
 
@@ -32,8 +31,8 @@ def verify_and_write(
 ) -> tuple[Float[Array, "batch heads tokens value_dim"], RecordRing]:
     """Compute the outputs of the tokens of a round, and write their records into the rows after the committed tokens'.
 
-    The kernel takes up to `MOST_NODES` tokens a sequence; more of them take the reference. Deterministic ones have a
-    kernel of their own.
+    Deterministic ones have a kernel, which computes token after token; rounds that `delta_kernel.verify` can compute do
+    not come here (`jspec.models.parts.delta_nodes`).
 
     Args:
         state: states of all slots, each after its last multiple of `EVERY` committed tokens.
@@ -51,15 +50,14 @@ def verify_and_write(
         *inputs, written = arguments
         outputs, records = verify(*inputs, **options)
         _, ring, slots, lengths, *_ = inputs
-        return outputs, ring.written(*_targets(ring, slots, lengths, written), records)
+        target = jnp.where(written, slots[:, None], ring.decays.shape[0])
+        return outputs, ring.written(target, lengths[:, None] + jnp.arange(written.shape[1]), records)
 
     reference = partial(written_after, partial(verify_round, deterministic=deterministic))
     arguments = state, ring, slots, lengths, new, seen, written
     if deterministic and in_order_tokens.has_kernel(ring):
         return choose_compiled(implementation, partial(written_after, in_order_tokens.verify), reference, *arguments)
-    if deterministic or new.decays.shape[2] > MOST_NODES or not has_kernel(ring):
-        return reference(*arguments)
-    return choose_compiled(implementation, _verify, reference, *arguments)
+    return reference(*arguments)
 
 
 def verify_round(
@@ -95,12 +93,6 @@ def counts_of(written: Bool[Array, "batch tokens"], slots: Int[Array, "batch"], 
     """
     ends = jnp.max(jnp.where(written, jnp.arange(1, written.shape[1] + 1), 0), axis=1)
     return jnp.where(slots < all_slots, ends, 0).astype(jnp.int32)
-
-
-def _targets(ring: RecordRing, slots: Array, lengths: Array, written: Array) -> tuple[Array, Array]:
-    """Return the slot of each token that is written, and its position."""
-    nowhere = ring.decays.shape[0]
-    return jnp.where(written, slots[:, None], nowhere), lengths[:, None] + jnp.arange(written.shape[1])
 
 
 def fold_round(
@@ -146,47 +138,3 @@ def _fold(state: SlotStates, ring: RecordRing, slots: Array, first: Array, *, in
     decays = ring.decays_at(slots, block_of(first))
     behind = behind_of(decays, jnp.ones((1, 1, 1), bool))
     return delta_kernel.fold(state, ring, slots, first, behind, interpret=interpret)
-
-
-def _verify(
-    state: SlotStates,
-    ring: RecordRing,
-    slots: Array,
-    lengths: Array,
-    new: DeltaTokens,
-    seen: Array,
-    written: Array,
-    *,
-    interpret: Any,
-) -> tuple[Array, RecordRing]:
-    behind = committed_factors(ring, slots, lengths)
-    counts = counts_of(written, slots, ring.decays.shape[0])
-    outputs, values = delta_kernel.verify(
-        state, ring, slots, lengths, behind, counts, nodes_of(new, seen), interpret=interpret
-    )
-    # Rows are written after the kernel has read the ring: else the ring is copied.
-    outputs, values, new = jax.lax.optimization_barrier((outputs, values, new))
-    records = Records(new.keys, new.values, new.decays)
-    ring = ring._replace(values=values).with_keys_and_decays(*_targets(ring, slots, lengths, written), records)
-    return jnp.swapaxes(outputs[:, : new.decays.shape[2]], 1, 2), ring
-
-
-def nodes_of(new: DeltaTokens, seen: Bool[Array, "batch tokens tokens"]) -> Nodes:
-    """Return what the kernel reads of new tokens."""
-    more = -new.decays.shape[2] % UNIT
-
-    def padded(array: Array, *axes: int) -> Array:
-        return jnp.pad(array, [(0, more if axis in axes else 0) for axis in range(array.ndim)])
-
-    def summed(keys: Array, rows: Array) -> Array:  # not a dot, so that one fusion makes the tables of few tokens
-        return jnp.sum(keys[:, :, None].astype(jnp.float32) * rows[:, :, :, None].astype(jnp.float32), axis=-1)
-
-    products = summed if new.decays.shape[2] <= UNIT else gated_delta.products_of
-    weights, scores = (jnp.swapaxes(of, 2, 3) for of in gated_delta.pairs_of(new, seen, products))
-    scales = jnp.exp(gated_delta.path_decays(new.decays, seen))
-    rows = jnp.stack([new.rates, new.rates * scales, scales], axis=2)
-    tables = jnp.concatenate([padded(weights, 2, 3), padded(scores, 2, 3), padded(rows, 3)], axis=2)
-    keys, queries, values = (jnp.swapaxes(of, 1, 2) for of in (new.keys, new.queries, new.values))
-    if new.decays.shape[2] > UNIT:  # fewer are padded when they are loaded
-        keys, queries, values = (padded(of, 1) for of in (keys, queries, values))
-    return Nodes(keys, queries, values, tables)

@@ -61,21 +61,9 @@ class RecordRing(NamedTuple):
 
         A key that is not finite becomes 0: rows that nobody reads are multiplied by 0. The token's value tells of it.
         """
-        written = self.with_keys_and_decays(slots, position, new)
-        return written._replace(values=_written(self.values, slots, position % self.rows, new.values))
-
-    def with_keys_and_decays(
-        self, slots: Int[Array, "batch tokens"], position: Int[Array, "batch tokens"], new: Records
-    ) -> RecordRing:
-        """Return the rows with the keys and decays of new tokens, as `written` does, and the values as they are."""
-        row, keys = position % self.rows, jnp.where(jnp.isfinite(new.keys), new.keys, 0)
-        return self._replace(
-            keys=_written(self.keys, slots, row, keys), decays=_written(self.decays, slots, row, new.decays)
-        )
-
-
-def _written(rows: Array, slots: Array, row: Array, new: Array) -> Array:
-    return rows.at[slots, row].set(jnp.swapaxes(new, 1, 2), mode="drop")
+        row, rows = position % self.rows, new._replace(keys=jnp.where(jnp.isfinite(new.keys), new.keys, 0))
+        pairs = zip(self, rows, strict=True)
+        return RecordRing(*(old.at[slots, row].set(jnp.swapaxes(of, 1, 2), mode="drop") for old, of in pairs))
 
 
 def _at(rows: Array, slots: Array, row: Array) -> Array:
