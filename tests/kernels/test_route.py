@@ -67,6 +67,20 @@ def test_route_kernel_chooses_the_same_experts_as_the_reference(name: str, share
     assert (experts.dtype, weights.dtype) == (np.int32, np.float32)
 
 
+@pytest.mark.parametrize("implementation", ["pallas", "reference"])
+def test_shared_experts_have_the_sigmoid_of_the_last_logit_as_weight(implementation: str) -> None:
+    choice = CHOICES["Qwen3"]
+    logits, _ = problem(choice)
+    gates = np.random.default_rng(0).normal(size=(len(logits), 1)).astype(np.float32)
+    plain = run(logits, choice, implementation=implementation, shared=2)
+    experts, weights = run(np.hstack([logits, gates]), choice, implementation=implementation, shared=2)
+    np.testing.assert_array_equal(experts, plain[0])
+    np.testing.assert_array_equal(weights[:-2], plain[1][:-2])
+    np.testing.assert_allclose(weights[-2:], np.tile(1 / (1 + np.exp(-gates.T)), (2, 1)), rtol=1e-6)
+    alone = run(np.hstack([logits, gates]), choice, implementation=implementation)
+    np.testing.assert_array_equal(alone[1], weights[:-2])
+
+
 def test_route_kernel_without_its_bias_differs() -> None:
     """Negative control of the comparison."""
     logits, bias = problem(CHOICES["gpt-oss"])

@@ -69,40 +69,47 @@ def oracle(model: Model, x: np.ndarray) -> np.ndarray:
 
     names = ("router", "experts_gate_up", "experts_down", "gate_up", "down")
     router, gate_up, down, *shared = (np.asarray(getattr(layer, name), np.float64) for name in names)
-    found = []
+    found, gate = [], None if layer.shared_gate is None else np.asarray(layer.shared_gate, np.float64)
     for row in x.astype(np.float64):
         logits = router @ row
         chosen = np.argsort(-logits)[: config.router.chosen]
         weights = np.exp(logits[chosen]) / np.exp(logits[chosen]).sum() * config.router.factor
         outer, inner = (np.ones_like(weights), weights) if config.weighs_inputs else (weights, np.ones_like(weights))
         each = zip(chosen, outer, inner, strict=True)
-        found.append(mlp(row, *shared) + sum(a * mlp(b * row, gate_up[e], down[e]) for e, a, b in each))
+        factor = 1 if gate is None else 1 / (1 + np.exp(-gate @ row))
+        found.append(factor * mlp(row, *shared) + sum(a * mlp(b * row, gate_up[e], down[e]) for e, a, b in each))
     return np.stack(found)
 
 
-@pytest.mark.parametrize("weighs_inputs", [False, True])
+@pytest.mark.parametrize("option", [None, "weighs_inputs", "gates_shared"])
 @pytest.mark.parametrize("shared", [WIDTH, pytest.param(2 * WIDTH, marks=pytest.mark.long), 4 * WIDTH])
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("count", [3, 70, 220])  # 70 rows have a dense product unless they are deterministic
 def test_joined_shared_expert_adds_its_output_to_that_of_each_rows_experts(
-    count: int, deterministic: bool, shared: int, weighs_inputs: bool
+    count: int, deterministic: bool, shared: int, option: str | None
 ) -> None:
-    model, x = mixture(shared, weighs_inputs=weighs_inputs), rows(count)
+    options = {option: True} if option else {}
+    model, x = mixture(shared, **options), rows(count)
     own = model.layers[0].experts_down
     assert own is not None and own.shape == (COUNT + shared // WIDTH, HIDDEN, WIDTH) and model.layers[0].down is None
-    expected = oracle(drawn(shared, weighs_inputs=weighs_inputs), x)
+    expected = oracle(drawn(shared, **options), x)
     np.testing.assert_allclose(mix(model, x, numerics=Numerics("reference", deterministic)), expected, atol=2e-5)
+    if option == "gates_shared":
+        (layer,) = fields(model)
+        other = model.replace(layers=[Layer(**layer | {"router": layer["router"].at[-1].multiply(-1)})])
+        assert np.abs(mix(other, x) - expected).max() > 1e-3, "control: another factor"
 
 
-@pytest.mark.parametrize("count", [1, 16])
-def test_kernels_of_joined_experts_compute_what_their_references_do(count: int) -> None:
+@pytest.mark.parametrize(("count", "gates"), [(1, False), (1, True), (16, True)])
+def test_kernels_of_joined_experts_compute_what_their_references_do(count: int, gates: bool) -> None:
     """One row is that of experts, and 16 are those of a dense product whose kernel reads the last rows of an array."""
-    model, x = mixture(32 * WIDTH, hidden=1024), np.random.default_rng(1).normal(size=(count, 1024)).astype(np.float32)
+    x = np.random.default_rng(1).normal(size=(count, 1024)).astype(np.float32)
+    model = mixture(32 * WIDTH, hidden=1024, gates_shared=gates)
     narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), model)
     own, expected = (mix(narrow, jnp.bfloat16(x), numerics=Numerics(kind)) for kind in ("pallas", "reference"))
     np.testing.assert_allclose(own, expected, atol=0.05)
     assert np.abs(expected).max() > 0.5
-    wanted = oracle(drawn(32 * WIDTH, hidden=1024), x)
+    wanted = oracle(drawn(32 * WIDTH, hidden=1024, gates_shared=gates), x)
     assert np.linalg.norm(expected - wanted) < 0.02 * np.linalg.norm(wanted)
 
 

@@ -51,8 +51,11 @@ def mix_experts(
     assert gate_up is not None and down is not None and not isinstance(x, QuantizedActivation)
     flat = x.reshape(-1, x.shape[-1])
     shared = among_experts(layer, config, len(flat), deterministic=numerics.deterministic)
-    own_used = None if used is None else used.ravel()
-    chosen, weights = choose_experts(flat, layer, config.router, own_used, numerics, shared=shared)
+    assert layer.router is not None
+    logits = small_product(flat, layer.router, numerics)
+    chosen, weights = choose_experts(
+        logits, layer, config.router, None if used is None else used.ravel(), numerics, shared=shared
+    )
     if isinstance(down, Shard):
         chosen, down = chosen - jax.lax.axis_index(AXIS) * down.shape[0], down.weight
     gate, factors = Gate(config.activation, config.limit, config.alpha), None if config.weighs_inputs else weights
@@ -62,25 +65,31 @@ def mix_experts(
     parts = expert_mlp(inputs, experts, chosen, gate=gate, factors=factors, shared=shared, **numerics.options)
     sums: tuple[Array, ...] = (parts.reshape(-1, *x.shape),)
     if config.shared and not shared:
-        sums += (shared_sums(x, layer, config, numerics),)
+        sums += (shared_sums(x, layer, config, numerics, logits[:, config.router.count :]),)
     if isinstance(layer.experts_down, Shard):
         total = sum_f32(part for parts in sums for part in parts)[None]
         return (layer.experts_down.join(total, x.dtype, deterministic=numerics.deterministic),)
     return sums
 
 
-def shared_sums(x: Array, layer: LayerWeights, config: Experts, numerics: Numerics) -> Array:
-    """Return partial sums of the shared expert's output, [parts, batch, tokens, hidden], by dense products."""
+def shared_sums(
+    x: Array, layer: LayerWeights, config: Experts, numerics: Numerics, gates: Float[Array, "rows gates"]
+) -> Array:
+    """Return partial sums of the shared expert's output, [parts, batch, tokens, hidden], by dense products.
+
+    ``gates`` are the logits of the output's factor if the shared expert is joined and has one.
+    """
     if is_joined(config, layer):
         gate_up, rows, first = dense_weights(config, layer)
         inner = gated(plain_product(x, gate_up, x.dtype), config.activation)
-        return with_scales(split_matmul(inner, rows, first=first, implementation=numerics.implementation))
-    assert layer.gate_up is not None and layer.down is not None
-    down = layer.down.weight if isinstance(layer.down, Shard) else layer.down
-    sums = with_scales(mlp(x, layer.gate_up, down, numerics, activation=config.activation))
-    if layer.shared_gate is None:
-        return sums
-    return sums * jax.nn.sigmoid(small_product(x, layer.shared_gate, numerics))
+        sums = with_scales(split_matmul(inner, rows, first=first, implementation=numerics.implementation))
+    else:
+        assert layer.gate_up is not None and layer.down is not None
+        down = layer.down.weight if isinstance(layer.down, Shard) else layer.down
+        sums = with_scales(mlp(x, layer.gate_up, down, numerics, activation=config.activation))
+        if layer.shared_gate is not None:
+            gates = small_product(x, layer.shared_gate, numerics)
+    return sums * jax.nn.sigmoid(gates.reshape(*x.shape[:-1], 1)) if config.gates_shared else sums
 
 
 def among_experts(layer: LayerWeights, config: Experts, rows: int, *, deterministic: bool) -> int:
@@ -94,7 +103,7 @@ def among_experts(layer: LayerWeights, config: Experts, rows: int, *, determinis
 
 
 def choose_experts(
-    flat: Float[Array, "rows hidden"],
+    logits: Float[Array, "rows experts"],
     layer: LayerWeights,
     router: Router,
     used: Bool[Array, "rows"] | None,
@@ -103,8 +112,5 @@ def choose_experts(
     shared: int,
 ) -> tuple[Int[Array, "used rows"], Float[Array, "used rows"]]:
     """Return the experts that each row uses and their weights, as `route` does."""
-    weight = layer.router
-    assert weight is not None
-    logits = small_product(flat, weight, numerics)
     biases = {"bias": layer.router_bias, "correction": layer.router_correction}
     return route(logits, router, used=used, shared=shared, **biases, **numerics.options)

@@ -125,7 +125,7 @@ class Experts:
     @property
     def shared_count(self) -> int:
         """Number of experts that the shared one may be, whose outputs add up to its own; 0: it cannot be any."""
-        is_alike = self.shared % self.width == 0 and self.limit is None and not self.bias and not self.gates_shared
+        is_alike = self.shared % self.width == 0 and self.limit is None and not self.bias
         return self.shared // self.width if is_alike else 0
 
     def row_size(self, hidden: int) -> int:

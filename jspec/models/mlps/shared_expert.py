@@ -1,7 +1,8 @@
 """Puts the shared expert of a mixture behind its experts, in the same arrays, so that one launch multiplies by both.
 
 A shared expert whose width is a multiple of an expert's is as many experts, whose outputs add up to its own. Its
-weights keep their order, so that dense products can read them as parts of the arrays. `Engine.from_pretrained` joins
+weights keep their order, so that dense products can read them as parts of the arrays. If its output has a factor, the
+row that gives the factor's logit stands behind those of the router. `Engine.from_pretrained` joins
 what it reads for one device. Models that were loaded before, that devices divide, or that are quantised, and draft
 heads, have the shared expert apart.
 """
@@ -21,6 +22,7 @@ from pallas_kernels.layers.weights import Quantized
 
 MOST_SHARED = 2**25  # most values of a shared expert that is joined; one of 17 million was timed
 PAIRS = {"experts_gate_up": "gate_up", "experts_down": "down"}  # fields of experts and of the shared one
+GATES = {"router": "shared_gate"}  # the same of what gives the logits
 
 
 def join_layers(mlps: Sequence[Dense | Experts], layers: Sequence[dict[str, Any]]) -> None:
@@ -34,7 +36,7 @@ def join_layers(mlps: Sequence[Dense | Experts], layers: Sequence[dict[str, Any]
     """
     for mlp, layer in zip(mlps, layers, strict=True):
         if isinstance(mlp, Experts) and _can_join(mlp, layer):
-            for experts, shared in PAIRS.items():
+            for experts, shared in (PAIRS | (GATES if mlp.gates_shared else {})).items():
                 layer[experts] = _joined(layer[experts], layer.pop(shared))
 
 
@@ -47,6 +49,8 @@ def _can_join(config: Experts, layer: Mapping[str, Any]) -> bool:
     is_small = 3 * config.shared * hidden <= MOST_SHARED
     is_addressable = (count + config.shared_count) * twice * hidden < MOST_ELEMENTS
     is_alike = len({weight.dtype for weight in weights if weight is not None}) == 1
+    if config.gates_shared:
+        is_alike &= layer["router"].dtype == layer["shared_gate"].dtype
     return is_small and is_addressable and is_alike and count * hidden % config.shared_count == 0
 
 

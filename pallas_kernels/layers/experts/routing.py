@@ -57,10 +57,14 @@ class Choice:
 
 
 def _reference(logits, bias, correction, used, *, choice, shared, deterministic):
+    logits, gates = logits[:, : choice.count], logits[:, choice.count :]
     logits = logits if bias is None else logits + bias
     rows = (logits,) if used is None else (logits, used)
     run = functools.partial(_reference_rows, correction=correction, choice=choice, shared=shared)
     experts, weights = row_by_row(run, *rows) if deterministic else run(*rows)
+    if shared and gates.shape[1]:
+        is_shared = jnp.arange(choice.chosen + shared) >= choice.chosen
+        weights = jnp.where(is_shared, weights * jax.nn.sigmoid(gates), weights)
     return experts.T, weights.T
 
 
@@ -140,7 +144,7 @@ def _sum(values: Float[Array, "rows count"]) -> Float[Array, "rows"]:
 
 def _kernel(
     # inputs
-    logits_ref,  # [rows, count] float32
+    logits_ref,  # [rows, count], or [rows, count + 1] with that of the shared experts' weight, float32
     bias_ref,  # [count] float32; None: no bias
     correction_ref,  # [count] float32; None: no correction
     used_ref,  # [rows] bool; None: all rows are used
@@ -190,7 +194,8 @@ def _kernel(
     if used_ref is not None:
         experts = jnp.where(used_ref[row], experts, NONE)
     pltriton.store(experts_ref.at[rank, row], experts, mask=is_used)
-    weights = jnp.where(is_nan, jnp.nan, jnp.where(is_place, weights * choice.factor, 1))
+    alike = jax.nn.sigmoid(logits_ref[row, choice.count]) if shared and logits_ref.shape[1] > choice.count else 1
+    weights = jnp.where(is_nan, jnp.nan, jnp.where(is_place, weights * choice.factor, alike))
     pltriton.store(weights_ref.at[rank, row], weights, mask=is_used)
 
 
@@ -231,7 +236,7 @@ def _pallas(logits, bias, correction, used, *, choice, shared, deterministic, in
 
 @functools.partial(jax.jit, static_argnames=("choice", "shared", "deterministic", "implementation"))
 def route(
-    logits: Float[Array, "rows experts"],
+    logits: Float[Array, "rows logits"],
     choice: Choice,
     *,
     bias: Float[Array, "experts"] | None = None,
@@ -244,13 +249,14 @@ def route(
     """Returns the experts that each row chooses, best first, then those that all rows use, and weights in float32.
 
     Args:
-        logits: the router's logits in float32.
+        logits: the router's logits in float32. Behind those of the experts there may be one more, the logit of the
+            shared experts' weight.
         choice: how a row chooses.
         bias: bias of the logits; None: none.
         correction: correction of the scores for the choice; None: none.
         used: whether a row chooses experts; the indices of other rows are -1. None: all rows do.
-        shared: number of experts that every row uses beside the chosen ones, with weight 1; their indices are `count`,
-            `count` + 1 and so on.
+        shared: number of experts that every row uses beside the chosen ones; their indices are `count`, `count` + 1 and
+            so on. Their weight is the sigmoid of the last logit, or 1 without one.
         deterministic: make the bits of a row's result independent of the number of rows. This option changes only the
             reference, because the kernel's results never depend on the number of rows.
         implementation: as in `paged_attention`.
