@@ -2,9 +2,9 @@
 
     out[t, i] = activation(x[t] . w[i]) * (x[t] . w[I + i])        w = [gate, up], [2 I, K]    (arXiv:2002.05202)
 
-`hopper_kernel` has the kernel of many rows, of narrow weights and of float8. It divides the 14336 columns of an 8B
-model into 128 tiles of 112 columns, 256 tiles of 56 columns, or 112 tiles of 128 columns, for 132 multiprocessors.
-`int4_kernel` has that of packed weights, and `gated_kernel` that of a few rows.
+`hopper_kernel` has the kernel of many rows, of float8, and of widths that `gated_kernel`, which has that of a few rows,
+cannot divide evenly. It divides the 14336 columns of an 8B model into 128 tiles of 112 columns, 256 tiles of 56
+columns, or 112 tiles of 128 columns, for 132 multiprocessors. `int4_kernel` has the kernel of packed weights.
 """
 
 import functools

@@ -2,9 +2,9 @@
 
     parts[s, t, n] = sum_k x[t, k] w[n, k]  over the s-th of S equal parts of k;   the sum over s is x @ w.T
 
-With few rows, reading the weight takes all the time. There are too few output tiles to read it fast with one Pallas
-program per tile. So the sum over k is divided into parts, and different programs compute different parts. The kernel
-that reads the result (`residual_norm`, `rope_append`) adds up the partial sums, which saves a launch.
+With few rows, reading the weight takes all the time. Most weights have too few output tiles to read them fast with one
+Pallas program per tile. So the sum over k is divided into parts, and different programs compute different parts. The
+kernel that reads the result (`residual_norm`, `rope_append`) adds up the partial sums, which saves a launch.
 """
 
 import functools
@@ -57,7 +57,8 @@ def split_matmul(
 ) -> PartialSums:
     """Returns x @ weight.T as partial sums [parts, *rows, out], which the caller adds up in float32.
 
-    A single partial sum has x's dtype. Several partial sums are float32. There are exceptions:
+    A single partial sum has x's dtype, or float32 if it is the kernel's and x is float16, whose largest value it may
+    exceed. Several partial sums are float32. There are exceptions:
     - With more than 64 rows of bfloat16, several partial sums are bfloat16, because they are written faster. Their
       total rounding error is about that of one rounding of the sum, unless the partial sums cancel each other.
     - The product of several devices is that of `join`. If devices hold columns, several partial sums of bfloat16 rows
@@ -111,7 +112,7 @@ def split_matmul(
     awaited = None if after is None else jax.tree.leaves(after)[0]
     tiles = hopper_tiles(rows, weight)
     parts = tiles.parts if tiles else parts
-    sums_dtype = x.dtype if parts == 1 else dtype or jnp.float32
+    sums_dtype = x.dtype if parts == 1 and x.dtype == jnp.bfloat16 else dtype or jnp.float32
     options: dict[str, Any] = {"dtype": sums_dtype, "first": first}
     reference = functools.partial(split_kernel.reference, parts=parts, **options)
     if tiles:

@@ -31,8 +31,8 @@ def verify_and_write(
 ) -> tuple[Float[Array, "batch heads tokens value_dim"], RecordRing]:
     """Compute the outputs of the tokens of a round, and write their records into the rows after the committed tokens'.
 
-    Deterministic ones have a kernel, which computes token after token; rounds that `delta_kernel.verify` can compute do
-    not come here (`jspec.models.parts.delta_nodes`).
+    Deterministic rounds have a kernel, which computes token after token. Others come here only if they have none
+    (`takes_kernels` in `jspec.models.parts.delta_nodes`).
 
     Args:
         state: states of all slots, each after its last multiple of `EVERY` committed tokens.
@@ -41,7 +41,7 @@ def verify_and_write(
         lengths: number of committed tokens of each sequence.
         new: inputs of the new tokens.
         seen: which tokens each token follows in its tree, itself included.
-        written: tokens whose records are written. Rows of other tokens before the last of these are undefined.
+        written: tokens whose records are written.
         implementation: as in `dispatch`.
         deterministic: compute token after token, so that bits depend neither on the rounds nor on the tree.
     """
@@ -129,7 +129,7 @@ def fold_round(
 
 
 def has_kernel(ring: RecordRing) -> bool:
-    """Return whether the kernels run on the device, and have a form for heads of this size and dtype."""
+    """Return whether the kernels of folds and prompts run on the device, and have a form for such heads and dtype."""
     key_dim, value_dim, dtype = ring.keys.shape[3], ring.values.shape[3], ring.keys.dtype
     return multiprocessors() is not None and dtype == jnp.bfloat16 and key_dim in (64, 128) and value_dim % HEIGHT == 0
 

@@ -18,7 +18,6 @@ records into the state when there are as many.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -124,18 +123,14 @@ def path_decays(
     return jnp.sum(jnp.where(seen[:, None], decays[:, :, None], 0), axis=-1)
 
 
-def products_of(
+def _products_of(
     keys: Float[Array, "batch heads tokens dim"], rows: Float[Array, "batch heads tokens dim"]
 ) -> Float[Array, "batch heads tokens tokens"]:
     """Return the products of each row (third axis) with each key (last axis), in float32."""
     return _product("bhjk,bhik->bhij", keys, rows)
 
 
-def pairs_of(
-    new: DeltaTokens,
-    seen: Bool[Array, "batch tokens tokens"],
-    products: Callable[[Array, Array], Array] = products_of,
-) -> tuple[Array, Array]:
+def pairs_of(new: DeltaTokens, seen: Bool[Array, "batch tokens tokens"]) -> tuple[Array, Array]:
     """Return what the corrected values of a token's ancestors count for it, [batch, heads, tokens, ancestors].
 
     The first array weights them in the token's own value, the second in its output, where its own value counts too.
@@ -143,7 +138,7 @@ def pairs_of(
     heads, count = new.decays.shape[1:]
     between, is_before = jnp.exp(_between(new.decays, seen)), seen & ~jnp.eye(count, dtype=bool)
     weights, scores = (
-        jnp.where(counts[:, None], between * each_head(products(new.keys, rows), heads), 0)
+        jnp.where(counts[:, None], between * each_head(_products_of(new.keys, rows), heads), 0)
         for counts, rows in ((is_before, new.keys), (seen, new.queries))
     )
     return weights * new.rates[..., None], scores

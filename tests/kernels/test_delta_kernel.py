@@ -20,7 +20,7 @@ from tests.support.mosaic import interpreted
 
 mosaic = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the Hopper kernel needs jax 0.11")
 SLOTS, KEY_HEADS, HEADS = 3, 2, 4
-PUBLISHED, OTHER = (128, 128), (64, 192)  # channels of a key head and of a value head
+PUBLISHED, OTHER = (128, 128), (128, 192)  # channels of a key head and of a value head
 REFERENCE: Any = partial(delta_rounds.verify_and_write, implementation="reference")
 TREE = [-1, 0, 0, 1, 1, 2, 3, 3, 4, 8]
 
@@ -84,7 +84,7 @@ def expect_only_written(before: RecordRing, after: RecordRing, rows: np.ndarray)
 def nodes_of(new: DeltaTokens, seen: jax.Array) -> Nodes:
     """Return what the kernel reads of new tokens, computed by the reference."""
     more = -new.decays.shape[2] % UNIT
-    weights, scores = (jnp.swapaxes(of, 2, 3) for of in gated_delta.pairs_of(new, seen, gated_delta.products_of))
+    weights, scores = (jnp.swapaxes(of, 2, 3) for of in gated_delta.pairs_of(new, seen))
     scales = jnp.exp(gated_delta.path_decays(new.decays, seen))
     pairs = [jnp.pad(of, [(0, 0), (0, 0), (0, more), (0, more)]) for of in (weights, scores)]
     rows = jnp.stack([new.rates, new.rates * scales, scales], axis=2)
@@ -225,5 +225,5 @@ def test_more_sequences_than_a_gpu_holds_at_a_time(count: int) -> None:
     got = jax.jit(run_kernel)(*arguments)
     wanted = jax.jit(REFERENCE)(*arguments)
     outputs, values = differences(got, wanted)
-    assert outputs < 4e-4 and values < 2**-7
+    assert outputs < 4e-4 and values < 2**-7  # of 33 nodes in 150 sequences one output differs by 2.2e-4
     expect_only_written(arguments[1], got[1], is_written(arguments[1], slots, lengths, [count] * batch))

@@ -273,6 +273,7 @@ def test_hopper_kernel_interpreted_with_fp8_gate_and_up_applies_their_scales(man
             for rows in many
             for activation in ("silu", "gelu_tanh")
         ),
+        pytest.param(128, 17408, 5120, BF16, "gelu_tanh", marks=pytest.mark.matrix),
     ],
 )
 def test_gated_matmul_compiled_for_h200_is_one_launch_without_spills(

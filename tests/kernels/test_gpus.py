@@ -279,6 +279,7 @@ CASES: dict[str, Case] = {
     "move": append_or_move(BF16, move=True),
     **{f"product {rows}": product(rows) for rows in (5, 61)},
     **{f"product {rows}, four stages": product(rows, out=4096) for rows in (5, 61)},
+    "product 32, one part": product(32, out=16384),
     **{f"product {rows} int8": product(rows, "int8") for rows in (5, 61)},
     **{f"product {rows} packed": packed_product(rows) for rows in (5, 61, 160)},
     "product 5 packed, float16": packed_product(5, jnp.float16),

@@ -68,6 +68,8 @@ def test_split_product_of_many_tiles_has_one_part_in_the_dtype_of_x(
     got = split_matmul(x, weight, implementation=implementation)
     assert (got.shape, got.dtype) == ((1, 1, 7, 18 * 64), BF16)
     assert error(got, x, weight) < 0.02  # one rounding to eight bits
+    last = split_matmul(x, jnp.concatenate([weight[::-1], weight]), first=18 * 64, implementation=implementation)
+    np.testing.assert_array_equal(last, got)
     assert error(got, x, weight[::-1]) > 1, "control: another weight"
 
 
@@ -120,6 +122,16 @@ def test_split_product_of_many_bfloat16_rows_has_the_error_of_one_rounding(inner
     once = spread(on_device(exact, BF16))
     assert 0.5 * once < spread(reduce_partials(got, jnp.float32)) < 1.2 * once
     assert spread(reduce_partials(got[1:], jnp.float32)) > 100 * once, "control: without the first partial sum"
+
+
+@pytest.mark.parametrize("implementation", ["pallas", "reference"])
+def test_only_part_of_a_float16_product_may_exceed_the_largest_float16(
+    implementation: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(split_kernel, "LEAST_UNDIVIDED", 20)
+    x, weight = on_device(np.full((1, 3, 2048), 8, np.float16)), on_device(np.full((20 * 64, 2048), 8, np.float16))
+    got = split_matmul(x, weight, implementation=implementation)
+    np.testing.assert_array_equal(got, np.full((1, 1, 3, 20 * 64), 2**17, np.float32))
 
 
 @pytest.mark.parametrize("rows", [60, 72])
@@ -191,10 +203,10 @@ def test_split_product_told_to_wait_for_an_array_has_it_as_kernel_operand(waits:
         (5, 64, 4096, BF16, 1),  # small weight
     ],
 )
-def test_number_of_parts_for_large_weights_and_few_rows_is_above_one(
+def test_number_of_parts_of_large_weights_and_few_rows(
     rows: int, out: int, inner: int, dtype: jnp.dtype, parts: int
 ) -> None:
-    """For small weights, many rows or unequal parts it is one."""
+    """For small weights, many rows, many tiles or unequal parts it is one."""
     assert parts_of(rows, out, inner, dtype) == parts
 
 
@@ -326,5 +338,5 @@ def test_split_product_of_fp8_on_hopper_has_partial_sums_of_the_product(rows: in
 def test_split_product_on_gpu_has_partial_sums_of_the_product(rows: int, out: int, inner: int) -> None:
     x, weight = problem(rows, out, inner, "bfloat16")
     got = split_matmul(x, weight, implementation="pallas")
-    assert error(got, x, weight) < (1e-4 if rows <= MOST_ROWS else 0.03)  # bfloat16 partial sums of up to 4
-    assert error(got[1:], x, weight) > 1
+    assert error(got, x, weight) < (1e-4 if got.dtype == jnp.float32 else 0.03)  # rounded sums of up to 4
+    assert error(got[1:] if len(got) > 1 else got[..., ::-1], x, weight) > 1, "control: not all of the sum"

@@ -246,7 +246,7 @@ GATED: dict[str, Callable[[Model], Model]] = {  # wrong readings of layers that 
     "every channel rotated": rope(fraction=1.0),
 }
 SHARED: dict[str, Callable[[Model], Model]] = {  # those of their experts
-    "shared expert without its gate": weights(lambda _: None, "shared_gate"),
+    "shared expert without its gate": experts(gates_shared=False),
     "no shared expert": experts(shared=0, gates_shared=False),
     "scores not normalised": router(is_normalised=False),
     "one expert fewer": router(chosen=1),

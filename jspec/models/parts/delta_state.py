@@ -25,6 +25,7 @@ from pallas_kernels.layers.hopper import choose_compiled
 from pallas_kernels.recurrent import in_order_tokens
 from pallas_kernels.recurrent.delta_rounds import fold_round, has_kernel, verify_and_write
 from pallas_kernels.recurrent.gated_delta import chunk_of, fold, run_chunk, verify
+from pallas_kernels.recurrent.inputs_kernel import BLOCK as KEY_CHANNELS
 from pallas_kernels.recurrent.record_ring import RecordRing, states_of
 from pallas_kernels.recurrent.records import EVERY, DeltaTokens, Records
 
@@ -70,7 +71,7 @@ class DeltaState(_StateAndRecords, LayerState):
 
     @property
     def has_kernel(self) -> bool:
-        return has_kernel(self.records)
+        return has_kernel(self.records) and self.records.keys.shape[3] == KEY_CHANNELS
 
     @property
     def num_copies(self) -> int:

@@ -16,7 +16,7 @@ from pallas_kernels.layers.weights import Inputs, Quantized, Weight
 
 KERNEL_ROWS = range(8, 65)  # numbers of rows that the kernel multiplies
 TILE, COLUMNS, STAGES = 64, 128, 4  # tile, values of k per loop iteration, and iterations whose loads are in flight
-MOST_IDLE = 1.25  # others are faster if the time exceeds that of an even distribution of the tiles by this factor
+MOST_IDLE = 1.25  # most time of all tiles over that of an even distribution; XLA or the Hopper kernel is faster above
 
 
 def _kernel(

@@ -7,9 +7,9 @@ x and w either have two bytes per value, or are both float8 with one scale per r
 
 An output tile is `columns` wide and as high as x, so every weight is read once. Each warpgroup holds 64 rows. The TMA
 unit reads rows past the last row as zeros and does not write them. If w has gate and up, the tile's columns of gate and
-of up lie one above the other in shared memory and form one operand of a `wgmma`. So one thread gets both products of an
-output. In a transposed product (`hopper_tiling`), a warpgroup holds all rows of x, and 64 columns of gate and 64 of up
-as two operands.
+of up lie one above the other in shared memory and form one operand of a `wgmma`, or two if they have more than 256
+columns. So one thread gets both products of an output. In a transposed product (`hopper_tiling`), a warpgroup holds all
+rows of x, and 64 columns of gate and 64 of up as two operands.
 
 A CTA (one Pallas program) computes work items one after the other. A work item is one output tile, summed over one part
 of k. The CTA loads k slice by slice into a ring of `stages` slots in shared memory. The first warpgroup also issues the
@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from pallas_kernels.layers.dense.hopper_tiling import INNER_BYTES, SCALE_COLUMNS, STORE_BUFFERS, HopperTiles
+from pallas_kernels.layers.dense.hopper_tiling import INNER_BYTES, STORE_BUFFERS, HopperTiles
 from pallas_kernels.layers.hopper import HEIGHT
 from pallas_kernels.layers.quantize_rows import Activation, gate_logit
 
@@ -45,7 +45,7 @@ def _kernel(
     w_tiles,  # [stages, halves * columns, inner]
     arrived,  # barriers [stages]: the loads of a slice of k have arrived in the slot
     done,  # barriers [stages]: all warpgroups have read the slot
-    *scales_memory,  # float32 scales of rows [height] and columns [scale_tiles, halves, SCALE_COLUMNS]; their barrier
+    *scales_memory,  # float32 scales of rows [height] and columns [scale_tiles, halves, columns]; their barrier
     # static parameters
     tiles,
     activation,
@@ -280,7 +280,7 @@ def multiply(
 
     scales_memory = [
         plgpu.SMEM((math.ceil(tiles.height / HEIGHT) * HEIGHT,), jnp.float32),
-        plgpu.SMEM((tiles.scale_tiles, tiles.halves, SCALE_COLUMNS), jnp.float32),
+        plgpu.SMEM((tiles.scale_tiles, tiles.halves, tiles.scale_columns), jnp.float32),
         plgpu.Barrier(num_arrivals=math.ceil(tiles.height / HEIGHT) + tiles.scale_tiles * tiles.halves),
     ]
 

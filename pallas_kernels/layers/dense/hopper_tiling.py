@@ -32,7 +32,6 @@ LEAST_COLUMNS, MOST_COLUMNS = 48, 136  # columns of gate, and as many of up
 MOST_OPERAND = 256  # most columns of an operand; gate and up of more columns are two operands
 TRANSPOSED_COLUMNS = 128  # columns of gate, and as many of up, if the product is transposed
 MOST_TRANSPOSED = 160  # most rows of x whose accumulators (gate and up) fit into a warpgroup's registers
-SCALE_COLUMNS = 160  # columns of the memory of an output tile's scales
 MOST_IDLE = 1.15  # XLA is faster if the time exceeds that of an even distribution of the tiles by this factor
 
 
@@ -54,6 +53,11 @@ class HopperTiles(NamedTuple):
     def height(self) -> int:
         """Number of rows of x, with padding, that a CTA holds in shared memory."""
         return self.transposed or self.groups * HEIGHT
+
+    @property
+    def scale_columns(self) -> int:
+        """Number of columns of the memory of an output tile's scales, which begins at a multiple of 128 bytes."""
+        return scale_columns(self.columns)
 
     @property
     def operands(self) -> int:
@@ -122,7 +126,7 @@ def choose_tiles(
     store = columns if stores_in_x else 8 if (transposed or columns) % 16 else 16
     store_bytes = 0 if stores_in_x else groups * HEIGHT * STORE_BUFFERS * store * (4 if parts > 1 else 2)
     scale_tiles = math.ceil(items / multiprocessors) if dtype == FP8 else 0
-    sizes = (height, scale_tiles * halves * SCALE_COLUMNS) if scale_tiles else ()
+    sizes = (height, scale_tiles * halves * scale_columns(columns)) if scale_tiles else ()
     scale_bytes = sum(math.ceil(4 * size / ALIGNMENT) * ALIGNMENT for size in sizes)
     room, slice_bytes = SHARED_BYTES - store_bytes, (height + halves * columns) * INNER_BYTES
     stages, fewer = (min(free // slice_bytes, inner // slice_size // parts) for free in (room, room - scale_bytes))
@@ -135,6 +139,11 @@ def choose_tiles(
         return None
     programs = min(items, multiprocessors)
     return HopperTiles(groups, columns, slice_size, stages, store, programs, parts, halves, scale_tiles, transposed)
+
+
+def scale_columns(columns: int) -> int:
+    """Returns the columns of an output tile, padded to a multiple of 128 bytes of float32."""
+    return math.ceil(columns / 32) * 32
 
 
 def imbalance(items: int, multiprocessors: int) -> float:

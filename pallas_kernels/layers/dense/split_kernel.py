@@ -10,19 +10,21 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array
 
+from pallas_kernels.layers import hopper
 from pallas_kernels.layers.partial_sums import Factors
 
 DTYPES = jnp.bfloat16, jnp.float16  # of x
 MOST_ROWS = 64  # most rows that the kernel supports; with more rows, XLA computes each partial sum
 OUT_TILE = 128  # rows and columns of an output tile of XLA's product
-TILES = 132  # output tiles that keep the GPU busy, one per multiprocessor
+TILES = 132  # output tiles that keep the GPU busy, and programs, one per multiprocessor
 FEW_ROWS = 16  # smallest side of a product on tensor cores
 LEAST_OUT, LEAST_INNER = 1024, 2048  # a smaller weight is read before a second kernel has started
-WIDEST_OUT = 16384  # a wider output has enough tiles even if the sum over k is not divided
+WIDEST_OUT = 16384  # XLA multiplies by wider weights
 INNER_BYTES = 128  # bytes of a weight's row that a loop iteration loads, unless its sizes are `LONG`
 NARROW_OUT = 4096  # up to this output width, four parts of k are faster with other sizes; above, two parts are
 LEAST_PROGRAMS = 112  # from this number of programs on, no more parts of k are needed to keep the GPU busy
 LEAST_UNDIVIDED = 192  # from this number of output tiles on, a sum over all of k is faster than two parts
+TWO_PROGRAMS = 32  # most rows at which a Hopper multiprocessor has shared memory for two programs of four stages
 MOST_PARTS = 12  # fewer parts of k than these, where a kernel's steps do not divide into as many as are fastest
 SPLIT_AGAIN = 2048  # length of a part of k from which XLA may split it again
 MANY_ROWS = 96  # from this number of rows on, XLA splits a part only if there are half as many tiles
@@ -32,14 +34,14 @@ XLA_TILE = 64, 128  # rows and columns of a tile in XLA's decision
 class SplitSizes(NamedTuple):
     """The sizes of the kernel's programs."""
 
-    parts: int  # parts of k; the only part has the dtype of x
+    parts: int  # parts of k
     tile: int  # columns of an output tile
     columns: int  # values of k per loop iteration
     stages: int  # loop iterations whose loads are in flight
 
 
-# With weights of two bytes; four stages if a multiprocessor holds all of its programs at once. At 64 rows every stage
-# but one takes 32 KiB of shared memory, of which compute capability 8.9 has 99.
+# With weights of two bytes; four stages if all programs run at once. Of 99 KiB of shared memory, which compute
+# capability 8.9 has, four stages take 96 at 64 rows.
 LONG = SplitSizes(parts=2, tile=64, columns=128, stages=3)
 
 
@@ -92,8 +94,7 @@ def kernel_sizes(rows: int, out: int, inner: int, dtype: jnp.dtype, weight_bytes
             programs = out // LONG.tile * parts
             least = LEAST_UNDIVIDED if parts == 1 else LEAST_PROGRAMS
             if programs >= least and inner % (LONG.columns * parts) == 0:
-                fit = TILES if rows > 32 else 2 * TILES  # programs with four stages that the GPU holds at once
-                return LONG._replace(parts=parts, stages=4 if programs <= fit else 3)
+                return LONG._replace(parts=parts, stages=4 if programs <= _most_programs(rows) else 3)
     tile, columns = _out_tile(rows, out), INNER_BYTES // weight_bytes
     if out % tile or inner % columns:
         return None
@@ -102,6 +103,12 @@ def kernel_sizes(rows: int, out: int, inner: int, dtype: jnp.dtype, weight_bytes
     steps, stages = inner // columns, 6 if weight_bytes > 1 else 5
     wanted = range(4 if out <= NARROW_OUT else 2, MOST_PARTS)
     return next((SplitSizes(parts, tile, columns, stages) for parts in wanted if steps % parts == 0), None)
+
+
+def _most_programs(rows: int) -> int:
+    """Returns the number of programs with four stages that the GPU runs at once; only Hopper GPUs were timed."""
+    count = hopper.multiprocessors()
+    return TILES if count is None else count * (2 if rows <= TWO_PROGRAMS else 1)
 
 
 def _out_tile(rows: int, out: int) -> int:
