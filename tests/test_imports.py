@@ -39,7 +39,7 @@ SUB_FLOORS = {  # of packages that are divided, from the lowest floor up
         ("dspark_head",),
         ("formats",),
         ("ngram", "suffix", "draft_model", "medusa", "eagle", "dflash"),
-        ("mtp", "peagle", "dspark"),
+        ("mtp", "peagle", "dspark", "beside"),
         ("auto",),
         ("named",),
     ),
