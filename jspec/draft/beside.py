@@ -16,6 +16,7 @@ that was tried as a point mass leaves a rest of which the head's other tokens we
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import final
 
 import jax
@@ -23,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jspec.core.ancestors import ancestors, depths, longest_accepted_path
 from jspec.core.foreign_names import keywords_checked
@@ -34,36 +35,38 @@ from jspec.draft.base import Drafter, DraftState, NoDraft, Params, check_layer_w
 from jspec.draft.draft_model import DraftModel
 from jspec.draft.eagle import EagleDrafter
 from jspec.draft.lookup import Found, LookupDrafter, LookupState
+from jspec.draft.match_rates import HEAD, MatchRates, expected_length, kind_of
 from jspec.models.decoder import Model
 from jspec.models.parts.kv_pool import PoolShape
 
 JOINS = ("replace", "beside")
-THRESHOLDS = {"replace": 4, "beside": 1}  # of a look-up without a threshold
 
 
 @struct.dataclass
 class BesideState:
-    """The states of both parts."""
+    """The states of both parts, and how often their tokens were right."""
 
     model: DraftState
     lookup: LookupState
+    rates: MatchRates
 
 
 @final
 class Beside(Drafter):
     """Drafts with a head, and with a look-up where it finds a match.
 
-    join="replace": in a row with a match of ``threshold`` tokens or more, the look-up's chain replaces the head's. A
-    round verifies as many nodes as the longer chain has.
-    join="beside": the look-up's chain joins the head's tree, and a round verifies the nodes of both. No row accepts
-    fewer tokens than with the head alone, but a node costs time in large batches.
+    join="replace": in some rows the look-up's chain replaces the head's. A round verifies as many nodes as the longer
+    chain has. By default these are the rows in which more tokens of the look-up are right on average, by the rates that
+    the request's own rounds had so far, for matches of about this length and for the head (`MatchRates`).
+    join="beside": the look-up's chain joins the head's tree, and a round verifies the nodes of both. A node costs time
+    in large batches.
 
     Args:
         model: head that drafts: any drafter but a `DraftModel` and a look-up. With "replace" it drafts a chain.
         lookup: `NGram` or `Suffix` that drafts a chain.
         join: "replace" or "beside".
-        threshold: smallest length of a match in tokens of which the continuation is drafted; None: that of
-            `THRESHOLDS`, or the look-up's ``max_n`` if that is less.
+        threshold: smallest length of a match in tokens of which the continuation is drafted; None: of any match with
+            "beside", and with "replace" by the learned rates.
 
     Raises:
         TypeError: an argument is of another type.
@@ -87,7 +90,7 @@ class Beside(Drafter):
         length = lookup.tree.depth
         is_replaced = join == "replace"
         self.tree = Tree.chain(max(model.tree.depth, length)) if is_replaced else model.tree.joined(length)
-        self.threshold = _check_threshold(threshold, join, lookup.max_n)
+        self.threshold = _check_threshold(threshold, lookup.max_n)
         self.has_pending_rows = model.has_pending_rows
         self.draft_window = check_window("Beside", model.draft_window, self.tree)
         if isinstance(model, EagleDrafter):  # a pass may write the rows of as many pending tokens as the tree is deep
@@ -118,7 +121,8 @@ class Beside(Drafter):
     def init(self, params: Params, pool: PoolShape) -> BesideState:
         deeper = copy.copy(self.model)
         object.__setattr__(deeper, "tree", self.tree)  # a round may commit more tokens than the model drafts
-        return BesideState(deeper.init(params, pool), self.lookup.init((), pool))
+        rates = MatchRates.new(pool.slots, len(JOINS) - JOINS.index(self.join), self.tree.depth)
+        return BesideState(deeper.init(params, pool), self.lookup.init((), pool), rates)
 
     def prefill(
         self, params: Params, state: BesideState, view: SlotView, batch: PromptBatch, features: Array | None
@@ -126,6 +130,7 @@ class Beside(Drafter):
         return BesideState(
             self.model.prefill(params, state.model, view, batch, features),
             self.lookup.prefill((), state.lookup, view, batch, None),
+            state.rates.forget(view.slots),
         )
 
     def draft(self, params: Params, state: BesideState, view: SlotView) -> tuple[Draft, BesideState]:
@@ -134,9 +139,29 @@ class Beside(Drafter):
         drafted, model_state = model.draft(params, state.model, view)
         with jax.named_scope("look_up"):
             found, lookup_state = lookup.look_up(state.lookup, view)
-            join = replaced if self.join == "replace" else joined
-            draft = join(drafted, found, self.threshold)
-        return draft, BesideState(model_state, lookup_state)
+            draft, rates = self._together(drafted, found, state.rates, view)
+        return draft, BesideState(model_state, lookup_state, rates)
+
+    def _together(self, drafted: Draft, found: Found, rates: MatchRates, view: SlotView) -> tuple[Draft, MatchRates]:
+        """Join both drafts, of which a look-up's scores become those of its rate, and keep the chains to compare."""
+        rows, depth, chain = len(view.root), self.tree.depth, found.draft
+        rate, kind = rates.of(view.slots), kind_of(found.length)
+        of_match = jnp.take_along_axis(rate, kind[:, None], axis=1)
+        chain = replace(chain, scores=jnp.log(of_match) * np.arange(chain.tokens.shape[1]))
+        chains, kinds = [_chain(chain, depth)], [kind]
+        if self.join == "replace":
+            chains, kinds = [*chains, _chain(drafted, depth)], [kind, jnp.full(rows, HEAD)]
+        rates = rates.keep(view, jnp.stack(chains, axis=1), jnp.stack(kinds, axis=1))
+        is_used = found.length >= (self.threshold or 1)
+        if self.join == "beside":
+            return joined(drafted, chain, is_used), rates
+        if self.threshold is None:
+            lengths = [
+                expected_length(each, jnp.sum(valid[:, 1:], axis=1), depth)
+                for each, valid in ((of_match[:, 0], chain.valid), (rate[:, HEAD], drafted.valid))
+            ]
+            is_used &= lengths[0] > lengths[1]
+        return replaced(drafted, chain, is_used), rates
 
     def commit(
         self,
@@ -150,32 +175,32 @@ class Beside(Drafter):
         return BesideState(
             self.model.commit(params, state.model, view, draft, verdict, features),
             self.lookup.commit((), state.lookup, view, draft, verdict, None),
+            state.rates.learn(view, verdict) if self.tree.depth else state.rates,  # without a draft there is no chain
         )
 
     def write_pending_rows(self, params: Params, state: BesideState, view: SlotView) -> BesideState:
         return BesideState(
             self.model.write_pending_rows(params, state.model, view),
             self.lookup.write_pending_rows((), state.lookup, view),
+            state.rates,
         )
 
 
-def replaced(drafted: Draft, found: Found, threshold: int) -> Draft:
-    """Replace the chains of rows with a match by the continuation of the match.
+def replaced(drafted: Draft, chain: Draft, is_used: Bool[Array, "batch"]) -> Draft:
+    """Replace the chains of some rows by the continuation of a match.
 
-    The tokens of these rows are point masses, because their rows of ``probs`` are zeros. Which rows these are depends
-    on the committed text alone.
+    The tokens of these rows are point masses, because their rows of ``probs`` are zeros.
 
     Args:
         drafted: chains of the model.
-        found: chains of the look-up.
-        threshold: smallest match length of a row whose chain is replaced.
+        chain: chains of the look-up.
+        is_used: rows to replace, which depend on the committed text alone.
     """
-    chain, is_match = found.draft, found.length >= threshold
-    rows, nodes = len(is_match), max(drafted.tokens.shape[1], chain.tokens.shape[1])
+    rows, nodes = len(is_used), max(drafted.tokens.shape[1], chain.tokens.shape[1])
 
     def choose(mine: Array, others: Array) -> Array:
         mine, others = _pad(mine, nodes), _pad(others, nodes)
-        return jnp.where(is_match.reshape(rows, *(1,) * (mine.ndim - 1)), others, mine)
+        return jnp.where(is_used.reshape(rows, *(1,) * (mine.ndim - 1)), others, mine)
 
     return Draft(
         tokens=choose(drafted.tokens, chain.tokens),
@@ -188,27 +213,27 @@ def replaced(drafted: Draft, found: Found, threshold: int) -> Draft:
     )
 
 
-def joined(drafted: Draft, found: Found, threshold: int) -> Draft:
-    """Join the continuation of each row's match to the model's tree.
+def joined(drafted: Draft, chain: Draft, is_used: Bool[Array, "batch"]) -> Draft:
+    """Join the continuation of a match to the model's tree, in some rows.
 
     Its beginning is the longest path of the tree with the same tokens, at least the root. The other tokens become a
     branch below, one node each, with numbers after those of the tree. A node whose token is on the path is padding.
 
     Args:
         drafted: trees of the model.
-        found: chains of the look-up.
-        threshold: smallest match length of a row whose match is used.
+        chain: chains of the look-up.
+        is_used: rows whose chain is joined, which depend on the committed text alone.
     """
-    mask, chain = ancestors(drafted.parents), found.draft
+    mask = ancestors(drafted.parents)
     depth, (rows, size), length = depths(mask), drafted.tokens.shape, chain.tokens.shape[1] - 1
-    is_used = chain.valid & (found.length >= threshold)[:, None]
+    valid = chain.valid & is_used[:, None]
     place = jnp.minimum(depth, length)
     agrees = drafted.tokens == jnp.take_along_axis(chain.tokens, place, axis=1)
-    agrees &= jnp.take_along_axis(is_used, place, axis=1) & (depth <= length) & drafted.valid
+    agrees &= jnp.take_along_axis(valid, place, axis=1) & (depth <= length) & drafted.valid
     _, last = longest_accepted_path(agrees, drafted, mask)
     common = jnp.take_along_axis(depth, last[:, None], axis=1)
     steps = np.arange(1, length + 1)
-    is_new = is_used[:, 1:] & (steps > common)
+    is_new = valid[:, 1:] & (steps > common)
     before = jnp.where(steps == common + 1, last[:, None], size - 2 + steps)
     at_last = jnp.take_along_axis(drafted.scores, last[:, None], axis=1)
     scores = at_last + chain.scores[:, 1:] - jnp.take_along_axis(chain.scores, common, axis=1)
@@ -226,6 +251,12 @@ def joined(drafted: Draft, found: Found, threshold: int) -> Draft:
         confidence=None if drafted.confidence is None else together(drafted.confidence, _confidence(chain)[:, 1:]),
         drawn=None if drafted.probs is None else jnp.tile(np.arange(size + length) < size, (rows, 1)),
     )
+
+
+def _chain(draft: Draft, depth: int) -> Int[Array, "batch depth"]:
+    """Return the tokens of a chain after the root; -1 after its end."""
+    tokens = jnp.where(draft.valid, draft.tokens, -1)[:, 1:]
+    return jnp.pad(tokens, ((0, 0), (0, depth - tokens.shape[1])), constant_values=-1)
 
 
 def _confidence(chain: Draft) -> Float[Array, "batch nodes"]:
@@ -264,12 +295,12 @@ def _check_parts(model: object, lookup: object, join: object) -> None:
         )
 
 
-def _check_threshold(threshold: object, join: str, longest: int) -> int:
-    """Return a threshold, or the default if it is None; ``longest`` is the look-up's longest match."""
-    if threshold is None:
-        return min(THRESHOLDS[join], longest)
-    if not isinstance(threshold, int) or isinstance(threshold, bool) or not 1 <= threshold <= longest:
+def _check_threshold(threshold: int | None, longest: int) -> int | None:
+    """Return a threshold of match lengths; ``longest`` is the look-up's longest match."""
+    is_int = isinstance(threshold, int) and not isinstance(threshold, bool)
+    if threshold is not None and not (is_int and 1 <= threshold <= longest):
         raise ValueError(
-            f"Beside: threshold: expected an int from 1 to {longest}, the look-up's max_n, got {short(threshold)}"
+            f"Beside: threshold: expected None or an int from 1 to {longest}, the look-up's max_n, got "
+            f"{short(threshold)}"
         )
     return threshold

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jaxtyping import Array
 
 from jspec import Tree
 from jspec.core.ancestors import ancestors
 from jspec.core.records import Draft
 from jspec.draft.beside import joined, replaced
-from jspec.draft.lookup import Found
 from jspec.verify import rejection
 from jspec.verify.multi_candidate import multi_candidate_accept
 from jspec.verify.rejection import rejection_accept
@@ -36,10 +36,10 @@ TREES = {"chain": Tree.chain(2), "star": Tree.static([(0,), (1,)]), "pairs": Tre
 CONTINUATIONS = list(itertools.product(range(VOCAB), repeat=LENGTH))
 
 
-def found_of(tokens: tuple[int, ...], rows: int, *, length: int = 4) -> Found:
-    """Return a look-up that found the same continuation for every row."""
+def found_of(tokens: tuple[int, ...], rows: int, *, is_used: bool = True) -> tuple[Draft, Array]:
+    """Return the chains of a look-up with the same continuation in every row, and whether they are used."""
     chain = enumeration.draft_of(Tree.chain(len(tokens)), np.tile([0, *tokens], (rows, 1)), None)
-    return Found(chain, on_device(np.full(rows, length), jnp.int32))
+    return chain, on_device(np.full(rows, is_used))
 
 
 def drawn_drafts(tree: Tree, draft_probs: list[np.ndarray]) -> tuple[Draft, np.ndarray]:
@@ -119,7 +119,7 @@ def test_rule_with_a_joined_continuation_emits_the_target_distribution(rule: str
         if rule == "multi_candidate":
             drafted = drafted.replace(probs=None)
         for tokens in CONTINUATIONS[seed % 2 :: 2 if name != "pairs" else 4]:
-            draft = joined(drafted, found_of(tokens, len(weight)), 1)
+            draft = joined(drafted, *found_of(tokens, len(weight)))
             np.testing.assert_allclose(emitted(rule, draft, weight, target), joint(target), atol=1e-6)
 
 
@@ -132,8 +132,8 @@ def test_rule_with_a_replaced_chain_emits_the_target_distribution(
     rng, tree, longest = np.random.default_rng(1), Tree.chain(head), max(head, len(tokens))
     target, draft_probs = random_probs(rng, VOCAB, longest), random_probs(rng, VOCAB, head - 1)
     drafted, weight = drawn_drafts(tree, draft_probs)
-    for threshold, is_replaced in ((4, True), (5, False)):
-        draft = replaced(drafted, found_of(tokens, len(weight)), threshold)
+    for is_replaced in (True, False):
+        draft = replaced(drafted, *found_of(tokens, len(weight), is_used=is_replaced))
         count = len(tokens) if is_replaced else head
         assert draft.valid.sum(axis=1).tolist() == [1 + count] * len(weight)
         assert not is_replaced or draft.tokens[:, 1 : 1 + count].tolist() == [list(tokens)] * len(weight)
@@ -149,7 +149,7 @@ def test_joined_continuation_taken_as_drawn_is_lossy(rule: str) -> None:
     for name, seed in (("chain", 1), ("star", 2)):
         target, drafted, weight = case(name, seed)
         for tokens in CONTINUATIONS[::4]:
-            draft = joined(drafted, found_of(tokens, len(weight)), 1)
+            draft = joined(drafted, *found_of(tokens, len(weight)))
             nodes = TREES[name].nodes
             assert draft.drawn[:, :nodes].all() and not draft.drawn[:, nodes:].any()
             distances.append(distance(emitted(rule, draft.replace(drawn=None), weight, target), joint(target)))
@@ -158,7 +158,7 @@ def test_joined_continuation_taken_as_drawn_is_lossy(rule: str) -> None:
 
 def test_replaced_chain_with_the_heads_probabilities_is_lossy() -> None:
     target, drafted, weight = case("chain", 1)
-    draft = replaced(drafted, found_of((0, 1), len(weight)), 1).replace(probs=drafted.probs)
+    draft = replaced(drafted, *found_of((0, 1), len(weight))).replace(probs=drafted.probs)
     assert distance(emitted("rejection", draft, weight, target), joint(target)) > 0.05
 
 
