@@ -35,7 +35,7 @@ from jspec.draft.base import Drafter, DraftState, NoDraft, Params, check_layer_w
 from jspec.draft.draft_model import DraftModel
 from jspec.draft.eagle import EagleDrafter
 from jspec.draft.lookup import Found, LookupDrafter, LookupState
-from jspec.draft.match_rates import HEAD, MatchRates, expected_length, kind_of
+from jspec.draft.match_rates import MatchRates, expected_length, kind_of
 from jspec.models.decoder import Model
 from jspec.models.parts.kv_pool import PoolShape
 
@@ -56,8 +56,8 @@ class Beside(Drafter):
     """Drafts with a head, and with a look-up where it finds a match.
 
     join="replace": in some rows the look-up's chain replaces the head's. A round verifies as many nodes as the longer
-    chain has. By default these are the rows in which more tokens of the look-up are right on average, by the rates that
-    the request's own rounds had so far, for matches of about this length and for the head (`MatchRates`).
+    chain has. By default these are the rows in which more tokens of the look-up than of the head are right on average,
+    by what the request's own rounds had so far at matches of about this length (`MatchRates`).
     join="beside": the look-up's chain joins the head's tree, and a round verifies the nodes of both. A node costs time
     in large batches.
 
@@ -144,23 +144,18 @@ class Beside(Drafter):
 
     def _together(self, drafted: Draft, found: Found, rates: MatchRates, view: SlotView) -> tuple[Draft, MatchRates]:
         """Join both drafts, of which a look-up's scores become those of its rate, and keep the chains to compare."""
-        rows, depth, chain = len(view.root), self.tree.depth, found.draft
-        rate, kind = rates.of(view.slots), kind_of(found.length)
-        of_match = jnp.take_along_axis(rate, kind[:, None], axis=1)
-        chain = replace(chain, scores=jnp.log(of_match) * np.arange(chain.tokens.shape[1]))
-        chains, kinds = [_chain(chain, depth)], [kind]
-        if self.join == "replace":
-            chains, kinds = [*chains, _chain(drafted, depth)], [kind, jnp.full(rows, HEAD)]
-        rates = rates.keep(view, jnp.stack(chains, axis=1), jnp.stack(kinds, axis=1))
+        depth, chain, kind = self.tree.depth, found.draft, kind_of(found.length)
+        rate = rates.of(view.slots, kind)
+        chain = replace(chain, scores=jnp.log(rate[:, :1]) * np.arange(chain.tokens.shape[1]))
+        sources = (chain, drafted) if self.join == "replace" else (chain,)
+        rates = rates.keep(view, jnp.stack([_chain(source, rates.chains.shape[2]) for source in sources], axis=1), kind)
         is_used = found.length >= (self.threshold or 1)
         if self.join == "beside":
             return joined(drafted, chain, is_used), rates
         if self.threshold is None:
-            lengths = [
-                expected_length(each, jnp.sum(valid[:, 1:], axis=1), depth)
-                for each, valid in ((of_match[:, 0], chain.valid), (rate[:, HEAD], drafted.valid))
-            ]
-            is_used &= lengths[0] > lengths[1]
+            counts = (jnp.sum(source.valid[:, 1:], axis=1) for source in sources)
+            match, head = (expected_length(rate[:, at], count, depth) for at, count in enumerate(counts))
+            is_used &= match > head
         return replaced(drafted, chain, is_used), rates
 
     def commit(

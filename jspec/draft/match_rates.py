@@ -21,20 +21,24 @@ from jspec.draft.base import active_slots
 from pallas_kernels.state.scatter_rows import scatter_rows
 
 LENGTHS = (1, 2, 3, 5, 9, 13, 17, 25)  # smallest match length in tokens of each kind of match
-HEAD = len(LENGTHS)  # kind of the chains of a head, after the kinds of matches
-FIRST_RATES = (0.4, 0.5, 0.6, 0.75, 0.85, 0.9, 0.9, 0.9, 0.7)  # of a new request; the last is the head's
-FIRST_TOKENS = 4.0  # number of tokens that the first rate counts for
-DECAY = 0.95  # factor of all counts of a kind at each round in which a chain of this kind is measured
+# Rates of a new request by kind of match: of the tokens after the match, and of the tokens that a head drafts there.
+FIRST_RATES = (0.45, 0.6, 0.7, 0.8, 0.85, 0.9, 0.9, 0.9), (0.7, 0.75, 0.75, 0.8, 0.8, 0.8, 0.8, 0.8)
+FIRST_TOKENS = 4.0  # number of tokens that a first rate counts for
+DECAY = 0.95  # factor of the counts of a kind at each round in which its chains are measured
 
 
 @struct.dataclass
 class MatchRates:
-    """Counts of compared tokens by kind of chain, and the chains that are compared at the end of the round."""
+    """Counts of compared tokens by kind of match, and the chains that are compared at the end of the round.
 
-    right: Float[Array, "slots kinds"]  # tokens that were right, in chains whose earlier tokens were right too
-    tried: Float[Array, "slots kinds"]  # tokens that were right, and the first wrong one of each chain
+    Its sources are the look-up, and a head if the look-up may replace its chains. A head's tokens count for the kind of
+    the match too: where a match is long, a head drafts well too.
+    """
+
+    right: Float[Array, "slots sources kinds"]  # tokens that were right, in chains whose earlier tokens were right too
+    tried: Float[Array, "slots sources kinds"]  # tokens that were right, and the first wrong one of each chain
     chains: Int[Array, "slots sources depth"]  # the look-up's chain, and a head's; -1 after a chain's end
-    kinds: Int[Array, "slots sources"]  # kind of each chain
+    kind: Int[Array, "slots"]  # kind of the match; -1: no match
 
     @classmethod
     def new(cls, slots: int, sources: int, depth: int) -> MatchRates:
@@ -42,50 +46,47 @@ class MatchRates:
 
         Args:
             slots: number of slots.
-            sources: number of chains that a round compares.
+            sources: 1 for a look-up, 2 for a look-up and a head.
             depth: number of tokens of the longest chain.
         """
-        right, tried = _first(slots)
-        return cls(right, tried, jnp.full((slots, sources, depth), -1), jnp.zeros((slots, sources), jnp.int32))
+        right, tried = _first(slots, sources)
+        return cls(right, tried, jnp.full((slots, sources, depth), -1), jnp.full(slots, -1))
 
     def forget(self, slots: Int[Array, "pieces"]) -> MatchRates:
         """Return the rates where those of some slots are those of new requests."""
-        right, tried = _first(len(slots))
+        right, tried = _first(len(slots), self.right.shape[1])
         return replace(
             self,
             right=self.right.at[slots].set(right, mode="drop"),
             tried=self.tried.at[slots].set(tried, mode="drop"),
         )
 
-    def of(self, slots: Int[Array, "batch"]) -> Float[Array, "batch kinds"]:
-        """Return the rate of each kind: the probability that a token is right if those before it are."""
-        right, tried = (field.at[slots].get(mode="fill", fill_value=1.0) for field in (self.right, self.tried))
-        return right / tried
+    def of(self, slots: Int[Array, "batch"], kind: Int[Array, "batch"]) -> Float[Array, "batch sources"]:
+        """Return the rates of each row's kind: the probability that a token is right if those before it are."""
+        place = slots, slice(None), jnp.maximum(kind, 0)
+        return self.right.at[place].get(mode="fill", fill_value=1.0) / self.tried.at[place].get(
+            mode="fill", fill_value=1.0
+        )
 
-    def keep(
-        self, view: SlotView, chains: Int[Array, "batch sources depth"], kinds: Int[Array, "batch sources"]
-    ) -> MatchRates:
-        """Return the rates with the chains of this round; those of a cut tree are shorter."""
-        short = self.chains.shape[2] - chains.shape[2]
-        new = {"chains": jnp.pad(chains, ((0, 0), (0, 0), (0, short)), constant_values=-1), "kinds": kinds}
-        return replace(self, **self._written(view, new))
+    def keep(self, view: SlotView, chains: Int[Array, "batch sources depth"], kind: Int[Array, "batch"]) -> MatchRates:
+        """Return the rates with the chains of this round."""
+        return replace(self, **self._written(view, {"chains": chains, "kind": kind}))
 
     def learn(self, view: SlotView, verdict: Verdict) -> MatchRates:
         """Return the rates after the tokens that the round emitted."""
         chains = self.chains.at[view.slots].get(mode="fill", fill_value=-1)
-        kinds = self.kinds.at[view.slots].get(mode="fill", fill_value=0)
+        kind = self.kind.at[view.slots].get(mode="fill", fill_value=-1)
         depth = min(verdict.tokens.shape[1], chains.shape[2])
         emitted, proposed = verdict.tokens[:, None, :depth], chains[..., :depth]
         is_right = jnp.cumprod((emitted == proposed) & (proposed >= 0), axis=-1, dtype=jnp.int32)
-        count = jnp.sum(is_right, axis=-1)
+        right = jnp.sum(is_right, axis=-1)
         ends = jnp.sum((emitted >= 0) & (proposed >= 0), axis=-1)
-        tried = count + (count < ends)  # a chain that agrees with all emitted tokens has no wrong one yet
-        of_kind = (kinds[..., None] == np.arange(HEAD + 1)) & (tried > 0)[..., None]
-        factor = jnp.where(jnp.any(of_kind, axis=1), DECAY, 1.0)
+        tried = right + (right < ends)  # a chain that agrees with all emitted tokens has no wrong one yet
+        is_measured = (kind[:, None, None] == np.arange(len(LENGTHS))) & (tried > 0)[..., None]
         new = {}
-        for name, tokens in (("right", count), ("tried", tried)):
+        for name, tokens in (("right", right), ("tried", tried)):
             old = getattr(self, name).at[view.slots].get(mode="fill", fill_value=1.0)
-            new[name] = factor * old + jnp.sum(jnp.where(of_kind, tokens[..., None], 0), axis=1)
+            new[name] = jnp.where(is_measured, DECAY * old + tokens[..., None], old)
         return replace(self, **self._written(view, new))
 
     def _written(self, view: SlotView, new: dict[str, Array]) -> dict[str, Array]:
@@ -95,8 +96,8 @@ class MatchRates:
 
 
 def kind_of(length: Int[Array, "batch"]) -> Int[Array, "batch"]:
-    """Return the kind of a match of a length in tokens, at least 1."""
-    return jnp.sum(length[:, None] >= np.array(LENGTHS[1:]), axis=1, dtype=jnp.int32)
+    """Return the kind of a match of a length in tokens; -1: no match."""
+    return jnp.sum(length[:, None] >= np.array(LENGTHS), axis=1, dtype=jnp.int32) - 1
 
 
 def expected_length(
@@ -113,6 +114,7 @@ def expected_length(
     return jnp.sum(jnp.where(steps <= count[:, None], rate[:, None] ** steps, 0.0), axis=1)
 
 
-def _first(slots: int) -> tuple[Float[Array, "slots kinds"], Float[Array, "slots kinds"]]:
-    tried = jnp.full((slots, HEAD + 1), FIRST_TOKENS)
-    return tried * np.array(FIRST_RATES, np.float32), tried
+def _first(slots: int, sources: int) -> tuple[Float[Array, "slots sources kinds"], Float[Array, "slots sources kinds"]]:
+    rates = np.array(FIRST_RATES[:sources], np.float32)
+    right = jnp.tile(FIRST_TOKENS * rates, (slots, 1, 1))
+    return right, jnp.full_like(right, FIRST_TOKENS)
