@@ -78,8 +78,8 @@ class MatchRates:
         kind = self.kind.at[view.slots].get(mode="fill", fill_value=-1)
         depth = min(verdict.tokens.shape[1], chains.shape[2])
         emitted, proposed = verdict.tokens[:, None, :depth], chains[..., :depth]
-        is_right = jnp.cumprod((emitted == proposed) & (proposed >= 0), axis=-1, dtype=jnp.int32)
-        right = jnp.sum(is_right, axis=-1)
+        is_right = (emitted == proposed) & (proposed >= 0)
+        right = jnp.min(jnp.where(is_right, depth, np.arange(depth, dtype=np.int32)), axis=-1)
         ends = jnp.sum((emitted >= 0) & (proposed >= 0), axis=-1)
         tried = right + (right < ends)  # a chain that agrees with all emitted tokens has no wrong one yet
         is_measured = (kind[:, None, None] == np.arange(len(LENGTHS))) & (tried > 0)[..., None]

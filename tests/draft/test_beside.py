@@ -201,7 +201,8 @@ def plain() -> list[Any]:
 def known(tree: Tree, options: tuple[tuple[str, Any], ...]) -> Beside:
     outputs = np.array([done.token_ids for done in plain()])
     model, lookup = (np.array([case[part] for case in CASES] * 2) for part in (0, 1))
-    parts = (Known(outputs, 3, wrong, one, VOCAB) for wrong, one in ((model, tree), (lookup, Tree.chain(4))))
+    tables = ((model, tree), (lookup, Tree.chain(4)))
+    parts = (Known(outputs, PROMPTS, one, VOCAB, wrong) for wrong, one in tables)
     return Beside(KnownModel(next(parts)), next(parts), **dict(options))
 
 

@@ -270,8 +270,8 @@ def test_sampled_tokens_with_a_look_up_beside_a_head_have_the_target_distributio
     """The look-up's tokens depend on the position. With "replace", one round decides about the chains of the next."""
     accept, tree, join = JOINED[name]
     monkeypatch.setattr(match_rates, "FIRST_TOKENS", 0.5)
-    outputs = np.random.default_rng(4).integers(0, VOCAB, (VOCAB**2, TOKENS + 1))
-    lookup = Known(outputs, len(PROMPT), np.zeros((VOCAB**2, 3), int), Tree.chain(3), VOCAB)
+    outputs = np.random.default_rng(4).integers(0, VOCAB, (1, TOKENS + 1))
+    lookup = Known(outputs, [PROMPT], Tree.chain(3), VOCAB)
     engine = make(target, Beside(Table(tree), lookup, join), accept)
     controls = ("plain", "restricted")
     for control, done in zip(controls, draw(engine, SAMPLES, *(CONTROLS[name] for name in controls)), strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -27,28 +28,44 @@ class Line:
 class Known(LookupDrafter):
     """A look-up that drafts the token that is known at each position, plus a number of a table for each depth.
 
-    A node of rank r has r more. The first two tokens of a prompt are the number of its line, as `prompt_of` makes it.
+    A node of rank r has r more.
 
     Args:
         outputs: tokens of each line's request after its prompt, [lines, tokens].
-        prompt_size: tokens of each prompt.
-        wrong: what is added at each depth from 1 on, [lines, depth].
+        prompts: prompt of each line, which differ in size or in the tokens that the shortest has too.
+        wrong: what is added at each depth from 1 on, [lines, depth]; None: nothing.
         tree: static tree.
         vocab: number of tokens.
     """
 
-    def __init__(self, outputs: np.ndarray, prompt_size: int, wrong: np.ndarray, tree: Tree, vocab: int) -> None:
+    def __init__(
+        self,
+        outputs: np.ndarray,
+        prompts: Sequence[Sequence[int]],
+        tree: Tree,
+        vocab: int,
+        wrong: np.ndarray | None = None,
+    ) -> None:
         super().__init__(tree, max_n=LENGTH, min_n=1)
         self.outputs = np.pad(outputs, ((0, 0), (0, tree.depth)))
-        self.prompt_size, self.wrong, self.vocab = prompt_size, wrong, vocab
+        self.sizes = np.array([*map(len, prompts)])
+        self.beginnings = np.array([prompt[: self.sizes.min()] for prompt in prompts])
+        self.wrong = np.zeros((len(prompts), tree.depth), int) if wrong is None else wrong
+        self.vocab = vocab
 
     def init(self, params: Any, pool: Any) -> Any:
         return Line(jnp.zeros(pool.slots, jnp.int32))
 
     def prefill(self, params: Any, state: Any, view: Any, batch: Any, features: Any) -> Any:
-        tokens = batch.tokens.reshape(-1)
-        lines = tokens[batch.first] + self.vocab * tokens[batch.first + 1]
-        return Line(state.of_slot.at[view.slots].set(lines, mode="drop"))
+        tokens, is_known = batch.tokens.reshape(-1), batch.starts == 0
+        places = np.arange(self.beginnings.shape[1])
+        beginnings = tokens[batch.first[:, None] + places]
+        if view.token_history is not None:
+            beginnings, is_known = view.token_history[:, places], jnp.ones_like(is_known)
+        is_line = jnp.all(beginnings[:, None] == self.beginnings, axis=-1) & (batch.ends[:, None] == self.sizes)
+        lines = jnp.argmax(is_line, axis=1).astype(jnp.int32)
+        slots = jnp.where(is_known, view.slots, len(state.of_slot))
+        return Line(state.of_slot.at[slots].set(lines, mode="drop"))
 
     def commit(self, params: Any, state: Any, *rest: Any) -> Any:
         return state
@@ -60,7 +77,7 @@ class Known(LookupDrafter):
         line = state.of_slot.at[view.slots].get(mode="fill", fill_value=0)
         tokens = []
         for depth, level in enumerate(self.tree.levels[1:], 1):
-            at = jnp.clip(view.lengths - self.prompt_size + depth, 0, self.outputs.shape[1] - 1)
+            at = jnp.clip(view.lengths - jnp.asarray(self.sizes)[line] + depth, 0, self.outputs.shape[1] - 1)
             known = jnp.asarray(self.outputs)[line, at] + jnp.asarray(self.wrong)[line, depth - 1]
             tokens.append((known[:, None] + np.array(level.ranks)) % self.vocab)
         draft = static_draft(self.tree, view, tokens, [jnp.zeros(level.shape) for level in tokens])
@@ -90,7 +107,7 @@ class KnownModel(StatelessDrafter):
 
 
 def prompt_of(line: int, vocab: int) -> list[int]:
-    """Return the prompt of a line of the tables."""
+    """Return a prompt that differs from those of other lines in its first two tokens."""
     return [line % vocab, line // vocab, 9]
 
 
