@@ -22,9 +22,10 @@ from pallas_kernels.state.scatter_rows import scatter_rows
 
 LENGTHS = (1, 2, 3, 5, 9, 13, 17, 25)  # smallest match length in tokens of each kind of match
 # Rates of a new request by kind of match: of the tokens after the match, and of the tokens that a head drafts there.
+# They are about those of the embedded pair, which edits functions of Python's library.
 FIRST_RATES = (0.45, 0.6, 0.7, 0.8, 0.85, 0.9, 0.9, 0.9), (0.7, 0.75, 0.75, 0.8, 0.8, 0.8, 0.8, 0.8)
-FIRST_TOKENS = 4.0  # number of tokens that a first rate counts for
-DECAY = 0.95  # factor of the counts of a kind at each round in which its chains are measured
+FIRST_TOKENS = 16.0  # number of tokens that a first rate counts for
+DECAY = 0.98  # factor of the counts of a kind at each round in which its chains are measured
 
 
 @struct.dataclass

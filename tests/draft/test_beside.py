@@ -23,7 +23,7 @@ from tests.reference.enumeration import draft_of
 from tests.support import engines, tiny
 from tests.support.arrays import on_device
 from tests.support.beside import Known, KnownModel, check_contract, prompt_of
-from tests.support.lookup_runs import view_of
+from tests.support.lookup_runs import POOL, SLOTS, batch_of, view_of
 
 pytestmark = pytest.mark.once
 
@@ -165,6 +165,30 @@ def test_kinds_of_matches_and_their_lengths() -> None:
     np.testing.assert_allclose(found, [0.75, 3, 0])
 
 
+def test_rates_are_forgotten_with_a_new_prompt_and_kept_without_a_draft() -> None:
+    outputs, prompts = np.zeros((1, 4), int), [[1, 2, 3]]
+    lookup = Known(outputs, prompts, Tree.chain(4), VOCAB)
+    drafter = Beside(KnownModel(Known(outputs, prompts, CHAIN, VOCAB)), lookup)
+    state = drafter.init((), POOL)
+    used = jax.tree.map(lambda field: field + 1, state.rates)
+    state = state.replace(rates=used)
+    view = view_of([2, SLOTS, SLOTS], [0] * 3, [0] * 3, [True, False, False])
+    batch = batch_of([[1, 2, 3]], 0)
+    batch = batch.replace(newest=batch.ends - 1)
+    made = drafter.prefill((), state, view, batch, None).rates
+    first = MatchRates.new(SLOTS, 2, 4)
+    for name in ("right", "tried"):
+        found = getattr(made, name)
+        assert np.array_equal(found[2], getattr(first, name)[2]) and np.array_equal(found[:2], getattr(used, name)[:2])
+    chains, kind = jnp.zeros((3, 2, 4), jnp.int32), jnp.zeros(3, jnp.int32)
+    kept = state.replace(rates=used.keep(view, chains, kind))
+    verdict = Verdict(None, None, on_device(np.zeros((3, 1), np.int32)), None, None)
+    draft = draft_of(Tree.chain(1).cut(0), np.zeros((3, 1), int), None)
+    drafting, idle = (one.commit((), kept, view, draft, verdict, None).rates for one in (drafter, drafter.cut(0)))
+    assert np.array_equal(idle.tried, used.tried)
+    assert not np.array_equal(drafting.tried, used.tried), "control"
+
+
 # -- engines with a known model and a known look-up
 
 RIGHT = (0, 0, 0, 0)
@@ -212,8 +236,11 @@ def right(wrong: tuple[int, ...]) -> int:
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_engine_with_a_known_model_and_look_up_accepts_what_is_right(name: str) -> None:
+def test_engine_with_a_known_model_and_look_up_accepts_what_is_right(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Both are right, one is, none is, and they differ at each depth; greedy and with a seed."""
+    monkeypatch.setattr(match_rates, "FIRST_TOKENS", 2.0)  # so that a request of few tokens learns
     tree, options = ENGINES[name]
     drafter = known(tree, tuple(options.items()))
     engine = engines.make(engines.target(), drafter=drafter, **engines.PLAIN_OPTIONS | dict(slots=8))
