@@ -200,11 +200,11 @@ def test_drafter_with_cached_pages_from_plain_rounds_has_unchanged_acceptance(na
     assert accepted[0] == accepted[1] and sum(accepted[0]) > 0
 
 
-@pytest.mark.parametrize("name", ["n-gram", pytest.param("suffix", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("name", ["n-gram", "beside", pytest.param("suffix", marks=pytest.mark.matrix)])
 def test_lookup_drafter_after_plain_rounds_knows_their_tokens(name: str) -> None:
     (done,) = generate(engine(name), Fixed(0), 1.0, PROMPTS[:1])
     state = engine(name).core.runner.state.draft
-    history = np.asarray(state.history)
+    history = np.asarray(getattr(state, "lookup", state).history)
     text = [*done.prompt_token_ids, *done.token_ids]
     assert text in [row[: len(text)].tolist() for row in history]
 
