@@ -125,3 +125,18 @@ def test_head_behind_accepted_tokens_of_a_look_up_drafts_as_it_does_alone(head: 
     assert len(beside) < len(LINES) * 9 < len(alone), "each round accepts five tokens"
     assert len(common) > 20
     assert {place: beside[place] for place in common} == {place: alone[place] for place in common}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("join", ["replace", "beside"])
+def test_preempted_requests_with_a_look_up_beside_a_head_emit_tokens_of_plain_decoding(join: str) -> None:
+    """There are pages for half of the requests, and a request that comes back learns its rates again."""
+    prompts = [np.random.default_rng(seed).integers(0, engines.VOCAB, 4 + seed).tolist() for seed in range(6)]
+    params = [SamplingParams(max_tokens=30, temperature=seed % 2, seed=seed) for seed in range(6)]
+    drafter = Beside(HEADS["eagle3"](engines.target(), CHAIN), NGram("chain:4"), join)
+    options = OPTIONS | dict(slots=4, page_size=4, pages=22, buckets=(4,), prefill_buckets=(8, 32))
+    engine = engines.make(engines.target(), drafter=drafter, **options)
+    done = engine.generate(prompts, params)
+    plain = engines.plain().generate(prompts, params)
+    assert [one.token_ids for one in done] == [one.token_ids for one in plain]
+    assert engine.metrics.num_preemptions > 3 and engine.pages_in_use == 0
