@@ -87,9 +87,8 @@ class Beside(Drafter):
         self.model = model
         self.lookup = lookup
         self.join = join
-        length = lookup.tree.depth
-        is_replaced = join == "replace"
-        self.tree = Tree.chain(max(model.tree.depth, length)) if is_replaced else model.tree.joined(length)
+        longest = max(model.tree.depth, lookup.tree.depth)
+        self.tree = Tree.chain(longest) if join == "replace" else model.tree.joined(lookup.tree.depth)
         self.threshold = _check_threshold(threshold, lookup.max_n)
         self.has_pending_rows = model.has_pending_rows
         self.draft_window = check_window("Beside", model.draft_window, self.tree)
@@ -189,7 +188,7 @@ def replaced(drafted: Draft, chain: Draft, is_used: Bool[Array, "batch"]) -> Dra
     Args:
         drafted: chains of the model.
         chain: chains of the look-up.
-        is_used: rows to replace, which depend on the committed text alone.
+        is_used: rows to replace, which depend on nothing that this round draws.
     """
     rows, nodes = len(is_used), max(drafted.tokens.shape[1], chain.tokens.shape[1])
 
@@ -217,7 +216,7 @@ def joined(drafted: Draft, chain: Draft, is_used: Bool[Array, "batch"]) -> Draft
     Args:
         drafted: trees of the model.
         chain: chains of the look-up.
-        is_used: rows whose chain is joined, which depend on the committed text alone.
+        is_used: rows whose chain is joined, which depend on nothing that this round draws.
     """
     mask = ancestors(drafted.parents)
     depth, (rows, size), length = depths(mask), drafted.tokens.shape, chain.tokens.shape[1] - 1

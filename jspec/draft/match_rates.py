@@ -25,6 +25,7 @@ LENGTHS = (1, 2, 3, 5, 9, 13, 17, 25)  # smallest match length in tokens of each
 # They are about those of the embedded pair, which edits functions of Python's library.
 FIRST_RATES = (0.45, 0.6, 0.7, 0.8, 0.85, 0.9, 0.9, 0.9), (0.7, 0.75, 0.75, 0.8, 0.8, 0.8, 0.8, 0.8)
 FIRST_TOKENS = 16.0  # number of tokens that a first rate counts for
+LEAST = 1e-3  # smallest rate, whose logarithm is a score
 DECAY = 0.98  # factor of the counts of a kind at each round in which its chains are measured
 
 
@@ -65,9 +66,8 @@ class MatchRates:
     def of(self, slots: Int[Array, "batch"], kind: Int[Array, "batch"]) -> Float[Array, "batch sources"]:
         """Return the rates of each row's kind: the probability that a token is right if those before it are."""
         place = slots, slice(None), jnp.maximum(kind, 0)
-        return self.right.at[place].get(mode="fill", fill_value=1.0) / self.tried.at[place].get(
-            mode="fill", fill_value=1.0
-        )
+        right, tried = (field.at[place].get(mode="fill", fill_value=1.0) for field in (self.right, self.tried))
+        return jnp.maximum(right / tried, LEAST)
 
     def keep(self, view: SlotView, chains: Int[Array, "batch sources depth"], kind: Int[Array, "batch"]) -> MatchRates:
         """Return the rates with the chains of this round."""
