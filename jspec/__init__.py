@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from jspec.core.config import EngineConfig
     from jspec.core.tree import Tree
     from jspec.draft.base import Drafter
+    from jspec.draft.beside import Beside
     from jspec.draft.dflash import DFlash
     from jspec.draft.draft_model import DraftModel
     from jspec.draft.draft_vocab import frequent_tokens
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from jspec.sampling.logits_processor import LogitsContext
 
 MODULES = {  # the module that defines each public name, except the names of modules
+    "Beside": "jspec.draft.beside",
     "Chunk": "jspec.engine.request.request",
     "Completion": "jspec.engine.request.request",
     "DFlash": "jspec.draft.dflash",
@@ -62,6 +64,7 @@ MODULES = {  # the module that defines each public name, except the names of mod
 
 __all__ = [
     "MTP",
+    "Beside",
     "Chunk",
     "Completion",
     "DFlash",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
-from jspec.core.records import AncestorMask
+from jspec.core.records import AncestorMask, Draft
 from pallas_kernels.attention.ancestor_bits import WORD, ancestor_bits
 
 
@@ -52,3 +52,21 @@ def by_depth(ancestor_mask: AncestorMask, depth: int) -> Int[Array, "batch nodes
     is_at_depth = ancestor_mask[:, :, None] & (node_depth[:, None] == step)[:, None]
     is_at_depth |= (node_depth == 0)[:, :, None, None] & ancestor_mask[:, :, None] & (step == 0)
     return jnp.where(is_at_depth.any(axis=-1), is_at_depth.argmax(axis=-1), -1).astype(jnp.int32)
+
+
+def longest_accepted_path(
+    matches: Bool[Array, "batch nodes"], draft: Draft, ancestor_mask: AncestorMask
+) -> tuple[Bool[Array, "batch nodes"], Int[Array, "batch"]]:
+    """Accept each node that matches and whose ancestors all match.
+
+    Args:
+        matches: whether each node passes the rule's test; the root counts as True, a padding node as False.
+
+    Returns:
+        Whether each node is accepted, and the deepest accepted node [batch].
+    """
+    is_root = jnp.arange(matches.shape[1]) == 0
+    matches = (matches & (draft.parents >= 0)) | is_root
+    accepted = jnp.all(matches[:, None] | ~ancestor_mask, axis=-1)
+    deepest = jnp.argmax(jnp.where(accepted, depths(ancestor_mask), -1), axis=-1).astype(jnp.int32)
+    return accepted, deepest

@@ -296,6 +296,8 @@ class Draft:
     vocab_map: Int[Array, "draft_vocab"] | None  # target-vocabulary id of each draft-vocabulary id; None: equal ids
     # Estimated probability that a node is accepted if its parent is, the same for siblings; root: 1. None: no estimate.
     confidence: Float[Array, "batch nodes"] | None = None
+    # Whether a node was drawn from its parent's ``probs``; others, behind drawn siblings, are point masses. None: all.
+    drawn: Bool[Array, "batch nodes"] | None = None
 
 
 @struct.dataclass

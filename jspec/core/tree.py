@@ -50,12 +50,14 @@ class Tree:
         paths: path of each node except the root, sorted by length, then by values; None for a dynamic tree.
         k: in a dynamic tree, the number of children per node, and of nodes per level that the drafter expands; 0 for a
             static tree.
+        base: of a joined tree, the tree that the chain joins; None: the tree is not joined.
     """
 
     nodes: int
     depth: int
     paths: tuple[Path, ...] | None
     k: int = 0
+    base: Tree | None = None
 
     def __post_init__(self) -> None:
         if self.nodes > MAX_ROWS or self.draft_rows > MAX_ROWS:
@@ -136,6 +138,14 @@ class Tree:
             )
         return cls(nodes=nodes, depth=depth, paths=None, k=k)
 
+    def joined(self, length: int) -> Tree:
+        """Return this tree with a chain of up to ``length`` tokens, whose beginning may be any path of this tree.
+
+        It is dynamic: each row's tokens decide which node the chain's other tokens, numbered after this tree's nodes,
+        are attached to.
+        """
+        return Tree(self.nodes + length, max(self.depth, length), paths=None, k=self.branching, base=self)
+
     @classmethod
     def parse(cls, text: str) -> Tree:
         """Make the tree that a text describes: ``chain:4``, ``topk:60,8,10`` (nodes, depth, k) or ``static:0,1,0.0``.
@@ -164,6 +174,7 @@ class Tree:
         """Return this tree cut to a smaller depth.
 
         A static tree loses its deeper nodes. The number of nodes of a dynamic tree shrinks in proportion to the depth.
+        A joined tree is that of its cut parts.
 
         Raises:
             ValueError: the depth is outside ``[0, self.depth]``.
@@ -174,6 +185,8 @@ class Tree:
             return self
         if depth == 0:
             return ROOT_ONLY
+        if self.base is not None:
+            return self.base.cut(min(depth, self.base.depth)).joined(min(depth, self.nodes - self.base.nodes))
         if self.paths is None:
             nodes = 1 + -(-(self.nodes - 1) * depth // self.depth)
             return Tree.topk(min(nodes, 1 + self.k + (depth - 1) * self.k**2), depth, self.k)
@@ -181,7 +194,12 @@ class Tree:
         return Tree(nodes=len(paths) + 1, depth=depth, paths=paths)
 
     def __str__(self) -> str:
-        """Return the text that `parse` reads to make this tree; "none" for the tree with the root alone."""
+        """Return the text that `parse` reads to make this tree; "none" for the tree with the root alone.
+
+        That of a joined tree names its parts, and `parse` does not read it.
+        """
+        if self.base is not None:
+            return f"{self.base} beside chain:{self.nodes - self.base.nodes}"
         if self.paths is None:
             return f"topk:{self.nodes},{self.depth},{self.k}"
         if self.is_chain and not any(self.ranks):
@@ -237,6 +255,8 @@ class Tree:
     @property
     def draft_rows(self) -> int:
         """Number of cache rows that a draft model writes for this tree, including the root's row."""
+        if self.base is not None:
+            return self.base.draft_rows
         return 1 + self.k * (self.depth - 1) if self.paths is None else max(len(self.fed), 1)
 
     @property

@@ -45,7 +45,7 @@ class Drafter(abc.ABC):
     # Whether `prefill` reads ``view.token_history``; the batch lacks the tokens of a prompt's cached pages.
     reads_text: ClassVar[bool] = False
     # Whether accepted tokens enter the draft cache only when `draft` or `write_pending_rows` runs next.
-    has_pending_rows: ClassVar[bool] = False
+    has_pending_rows: bool = False
     draft_window: int | None = None  # number of newest tokens that the drafter attends to; None: all
     mesh: Mesh | None = None  # mesh over a `DraftModel`'s own devices; None: the drafter is on the target's devices
 

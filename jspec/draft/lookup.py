@@ -11,6 +11,7 @@ text. Matches and continuations do not extend over a gap.
 
 from __future__ import annotations
 
+import abc
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -41,6 +42,13 @@ class LookupState:
 
     history: History  # tokens of each slot's request
     corpus: Int[Array, "corpus"] | None = None  # texts of earlier requests, oldest first, each with a gap after it
+
+
+class Found(NamedTuple):
+    """The result of a look-up."""
+
+    draft: Draft  # drafted tree
+    length: Int[Array, "batch"]  # match length of the best match in tokens; 0: no match
 
 
 class LookupDrafter(Drafter):
@@ -93,6 +101,14 @@ class LookupDrafter(Drafter):
     def write_pending_rows(self, params: Params, state: LookupState, view: SlotView) -> LookupState:
         return replace(state, history=write_roots(state.history, view))
 
+    @abc.abstractmethod
+    def look_up(self, state: LookupState, view: SlotView) -> tuple[Found, LookupState]:
+        """Draft as `draft` does, and return the match length too."""
+
+    def draft(self, params: Params, state: LookupState, view: SlotView) -> tuple[Draft, LookupState]:
+        found, state = self.look_up(state, view)
+        return found.draft, state
+
     def find_tree(
         self,
         view: SlotView,
@@ -101,7 +117,7 @@ class LookupDrafter(Drafter):
         *,
         by_count: bool,
         preferred: Int[Array, "batch 2"] | None = None,
-    ) -> Draft:
+    ) -> Found:
         """Draft a tree from the best matches of the newest tokens in a text.
 
         Args:
@@ -110,9 +126,9 @@ class LookupDrafter(Drafter):
             by_count: argument of `build_trie`.
         """
         count = match_count(self.tree)
-        ends = find_ngram_matches(text, query, min_n=self.min_n, count=count, preferred=preferred)
-        trie = build_trie(continuations(text, ends, self.tree.depth), by_count=by_count)
-        return tree_from_trie(view, trie, self.tree)
+        matches = find_ngram_matches(text, query, min_n=self.min_n, count=count, preferred=preferred)
+        trie = build_trie(continuations(text, matches.ends, self.tree.depth), by_count=by_count)
+        return Found(tree_from_trie(view, trie, self.tree), matches.longest)
 
 
 def _check_lengths(method: str, max_n: object, min_n: object) -> None:
@@ -197,6 +213,13 @@ def newest_tokens(history: History, view: SlotView, count: int) -> Int[Array, "b
 # ---- matches
 
 
+class Matches(NamedTuple):
+    """Earlier occurrences of the newest tokens in a text."""
+
+    ends: Int[Array, "batch matches"]  # last position of each match, the best match first; -1 after the last match
+    longest: Int[Array, "batch"]  # match length of the best match; 0: no match
+
+
 def find_ngram_matches(
     text: Int[Array, "texts positions"],
     query: Int[Array, "batch max_n"],
@@ -204,7 +227,7 @@ def find_ngram_matches(
     min_n: int,
     count: int,
     preferred: Int[Array, "batch 2"] | None = None,
-) -> Int[Array, "batch matches"]:
+) -> Matches:
     """Find earlier occurrences of the newest tokens in a text.
 
     The match length at a position is the number of consecutive tokens, counted backwards from the position, that equal
@@ -223,9 +246,6 @@ def find_ngram_matches(
         min_n: smallest match length in tokens.
         count: number of matches to keep (M).
         preferred: interval [begin, end) of preferred positions of each row.
-
-    Returns:
-        The last position of each match, the best match first. Entries after the last match are -1.
     """
     size, max_n = text.shape[1], query.shape[1]
     groups = min(GROUPS, max(size, count))
@@ -244,7 +264,7 @@ def find_ngram_matches(
         priority = priority + ((position >= preferred[:, :1]) & (position < preferred[:, 1:]))
     score = jnp.where((length >= min_n) & (padded[:, max_n:] >= 0), priority * width + position, -1)
     best, _ = jax.lax.top_k(jnp.max(score.reshape(score.shape[0], -1, groups), axis=1), count)
-    return jnp.where(best >= 0, best % width, -1)
+    return Matches(jnp.where(best >= 0, best % width, -1), jnp.maximum(best[:, 0], 0) // (2 * width))
 
 
 def continuations(

@@ -9,13 +9,18 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jspec.core.shorten import short
+from jspec.core.tree import DEFAULT_TREE, Tree
 from jspec.draft.auto import load_drafter
 from jspec.draft.base import Drafter
+from jspec.draft.beside import Beside
 from jspec.draft.ngram import NGram
 from jspec.draft.suffix import Suffix
 
-WITHOUT_WEIGHTS: Mapping[str, Callable[[], Drafter | None]] = {"none": lambda: None, "ngram": NGram, "suffix": Suffix}
-EXPECTED = 'a Drafter, "ngram", "suffix", a path or hub id (owner/name), or None'
+LOOKUPS: Mapping[str, type[NGram | Suffix]] = {"ngram": NGram, "suffix": Suffix}
+WITHOUT_WEIGHTS: Mapping[str, Callable[[], Drafter | None]] = {"none": lambda: None, **LOOKUPS}
+EXPECTED = (
+    'a Drafter, "ngram", "suffix", a path or hub id (owner/name), that of a head with "+suffix" behind it, or None'
+)
 
 DrafterSource = Drafter | str | os.PathLike[str] | None
 
@@ -25,7 +30,8 @@ def make_drafter(source: Any, *, dtype: str | None = None, mesh: Mesh | None = N
 
     Args:
         source: a drafter; "ngram" or "suffix"; or a folder or hub id ("owner/name") of a draft head or draft model of
-            any kind, which then drafts its default tree. None or "none": no drafter.
+            any kind, which then drafts its default tree; or a head's with "+ngram" or "+suffix" behind it, for a
+            look-up beside the head (`with_lookup`). None or "none": no drafter.
         dtype: dtype of the weights to load; None: float32 on CPU, bfloat16 elsewhere.
         mesh: mesh over whose devices loaded weights are divided; None: the default device.
 
@@ -37,6 +43,10 @@ def make_drafter(source: Any, *, dtype: str | None = None, mesh: Mesh | None = N
         return source
     if isinstance(source, str) and source in WITHOUT_WEIGHTS:
         return WITHOUT_WEIGHTS[source]()
+    if isinstance(source, str) and not _is_folder(source):
+        head, _, lookup = source.rpartition("+")
+        if head and lookup in LOOKUPS:
+            return with_lookup(make_drafter(head, dtype=dtype, mesh=mesh), lookup)
     if isinstance(source, os.PathLike) or (isinstance(source, str) and _is_place(source)):
         return load_drafter(source, dtype=dtype, mesh=mesh)
     raise (ValueError if isinstance(source, str) else TypeError)(
@@ -44,9 +54,29 @@ def make_drafter(source: Any, *, dtype: str | None = None, mesh: Mesh | None = N
     )
 
 
+def with_lookup(model: Drafter | None, lookup: str, join: str | None = None) -> Beside:
+    """Return a drafter with a look-up beside a head, whose chain is as long as the head's tree is deep.
+
+    Args:
+        model: the head.
+        lookup: "ngram" or "suffix".
+        join: argument of `Beside`; None: "replace" if the head drafts a chain, else "beside".
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as `Beside`.
+    """
+    tree = DEFAULT_TREE if model is None else model.tree
+    join = ("replace" if tree.is_chain else "beside") if join is None else join
+    return Beside(model, LOOKUPS[lookup](Tree.chain(tree.depth)), join)  # type: ignore[arg-type]
+
+
 def _is_place(source: str) -> bool:
     """Return whether a text is a folder, or has the form of a path or of a hub id."""
-    return "\0" not in source and ("/" in source or os.sep in source or os.path.isdir(source))
+    return "\0" not in source and ("/" in source or os.sep in source or _is_folder(source))
+
+
+def _is_folder(source: str) -> bool:
+    return "\0" not in source and os.path.isdir(source)
 
 
 def _remedy(source: Any) -> str:

@@ -7,11 +7,10 @@ from typing import final
 
 import jax.numpy as jnp
 
-from jspec.core.records import Draft, SlotView
+from jspec.core.records import SlotView
 from jspec.core.tree import DEFAULT_TREE, Tree
-from jspec.draft.base import Params
 from jspec.draft.elsewhere import NO_WEIGHTS, refuses_device
-from jspec.draft.lookup import LookupDrafter, LookupState, history_rows, newest_tokens, write_roots
+from jspec.draft.lookup import Found, LookupDrafter, LookupState, history_rows, newest_tokens, write_roots
 
 
 @final
@@ -40,10 +39,11 @@ class NGram(LookupDrafter):
     def __init__(self, tree: Tree | str = DEFAULT_TREE, *, max_n: int = 4, min_n: int = 1) -> None:
         super().__init__(tree, max_n=max_n, min_n=min_n)
 
-    def draft(self, params: Params, state: LookupState, view: SlotView) -> tuple[Draft, LookupState]:
+    def look_up(self, state: LookupState, view: SlotView) -> tuple[Found, LookupState]:
         history = write_roots(state.history, view)
         text = history_rows(history, view.slots)
-        draft = self.find_tree(view, text, newest_tokens(history, view, self.max_n), by_count=False)
+        found = self.find_tree(view, text, newest_tokens(history, view, self.max_n), by_count=False)
         if self.tree.is_chain:  # a chain follows only the best match, with probability 1
-            draft = replace(draft, scores=jnp.zeros_like(draft.scores))
-        return draft, replace(state, history=history)
+            draft = found.draft
+            found = found._replace(draft=replace(draft, scores=jnp.zeros_like(draft.scores)))
+        return found, replace(state, history=history)

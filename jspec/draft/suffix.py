@@ -8,13 +8,14 @@ from typing import final
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from jspec.core.records import Draft, PromptBatch, SlotView
+from jspec.core.records import PromptBatch, SlotView
 from jspec.core.shorten import short
 from jspec.core.tree import DEFAULT_TREE, Tree
 from jspec.draft.base import Params
 from jspec.draft.elsewhere import NO_WEIGHTS, refuses_device
 from jspec.draft.lookup import (
     GAP,
+    Found,
     History,
     LookupDrafter,
     LookupState,
@@ -100,7 +101,7 @@ class Suffix(LookupDrafter):
             state = replace(state, corpus=append_to_corpus(state.corpus, state.history, view, batch))
         return super().prefill(params, state, view, batch, features)
 
-    def draft(self, params: Params, state: LookupState, view: SlotView) -> tuple[Draft, LookupState]:
+    def look_up(self, state: LookupState, view: SlotView) -> tuple[Found, LookupState]:
         if self.scope == "engine" and not view.accept.is_draft_independent:
             raise ValueError(
                 f'Suffix: scope="engine" expects accept="coupled", got {view.accept.name!r}; use scope="request"'
@@ -108,8 +109,8 @@ class Suffix(LookupDrafter):
         history = write_roots(state.history, view)
         query = newest_tokens(history, view, self.max_n)
         text, interval = search_text(history, state.corpus, view)
-        draft = self.find_tree(view, text, query, by_count=True, preferred=interval)
-        return draft, replace(state, history=history)
+        found = self.find_tree(view, text, query, by_count=True, preferred=interval)
+        return found, replace(state, history=history)
 
 
 def search_text(

@@ -143,10 +143,13 @@ def make_engine(arguments: argparse.Namespace, tokenizer: Tokenizer, **options: 
 
 def make_drafter(arguments: argparse.Namespace) -> Drafter | None:
     """Load the drafter that a parsed command line names; return None if it names none."""
+    from jspec.draft.named import with_lookup  # here, because it imports jax
+
     options = draft_options(arguments)
     for option, name in PRETRAINED.items():
         if path := getattr(arguments, option):
-            return getattr(jspec, name).from_pretrained(path, dtype=arguments.dtype, **options)
+            drafter = getattr(jspec, name).from_pretrained(path, dtype=arguments.dtype, **options)
+            return drafter if arguments.lookup is None else with_lookup(drafter, arguments.lookup, arguments.join)
     if arguments.ngram:
         return jspec.NGram(**options)
     return jspec.Suffix(**options) if arguments.suffix else None
@@ -168,6 +171,12 @@ def draft_options(arguments: argparse.Namespace) -> dict[str, Any]:
         options[name] = int(value) if value.isdecimal() else value
     if arguments.tree is not None and not any(getattr(arguments, name) for name in (*PRETRAINED, "ngram", "suffix")):
         raise ValueError("--tree: expected a drafter that drafts it, got none; name one, --ngram for instance")
+    heads = (*HEADS, "medusa")
+    if arguments.lookup is not None and not any(getattr(arguments, head) for head in heads):
+        flags = ", ".join(map(_flag, heads))
+        raise ValueError(f"--lookup: expected a head beside which it drafts, one of {flags}, got none; name one")
+    if arguments.join is not None and arguments.lookup is None:
+        raise ValueError("--join: expected --lookup, whose tokens join the head's, got none; name it or leave it out")
     if arguments.draft_device is not None:
         options["device"] = _draft_device(arguments)
     return options

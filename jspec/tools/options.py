@@ -8,6 +8,8 @@ from jspec.core.config import ACCEPT_RULES, KV_DTYPES, QUANTIZE, EngineConfig
 from jspec.core.tree import DEFAULT_TREE, TREE_FORMS
 from jspec.engine.request.model_sampling import AUTO, NONE
 
+LOOKUPS, JOINS = ("ngram", "suffix"), ("replace", "beside")
+
 
 def add_model_arguments(parser: argparse.ArgumentParser, *, needs_target: bool = True) -> None:
     """Declare the options for target, drafter and engine on a parser.
@@ -43,6 +45,10 @@ def _add_drafter_arguments(group: argparse._ArgumentGroup) -> None:
     drafters.add_argument("--draft-model", metavar="PATH", help="draft with a smaller model")
     drafters.add_argument("--ngram", action="store_true", help="draft what followed the newest tokens earlier")
     drafters.add_argument("--suffix", action="store_true", help="draft what most often followed the newest tokens")
+    about = "draft what followed the newest tokens earlier too, in the same rounds as a head"
+    group.add_argument("--lookup", choices=LOOKUPS, help=about)
+    about = "which tokens a look-up and a head draft together; default: replace if the head drafts a chain, else beside"
+    group.add_argument("--join", choices=JOINS, help=about)
     about = f"draft tree: {TREE_FORMS}; default: {DEFAULT_TREE}, or a shorter chain if the head ends there"
     group.add_argument("--tree", help=about)
     about = f"accept rule: {', '.join(ACCEPT_RULES)}"

@@ -29,9 +29,8 @@ class Block(SampledRule):
 
     def check(self, tree: Tree) -> None:
         if not tree.is_chain:
-            raise ValueError(
-                f'accept="block" expects a chain, got {tree}; use Tree.chain(length) or accept="traversal"'
-            )
+            chain = "Tree.chain(length)" if tree.base is None else 'join="replace"'
+            raise ValueError(f'accept="block" expects a chain, got {tree}; use {chain} or accept="traversal"')
         check_no_rank_gaps(self.name, tree)
 
     def decide_sampled(

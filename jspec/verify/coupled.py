@@ -13,11 +13,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jspec.core.accept_rule import AcceptRule, DraftSampling
-from jspec.core.ancestors import depths
+from jspec.core.ancestors import depths, longest_accepted_path
 from jspec.core.records import AncestorMask, Draft, SlotView
 from jspec.core.tree import Tree
 from jspec.sampling import sampler
-from jspec.verify.tree_walk import at_node, longest_accepted_path
+from jspec.verify.tree_walk import at_node
 from pallas_kernels.layers.partial_sums import PartialSums
 
 

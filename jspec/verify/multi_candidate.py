@@ -21,7 +21,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
 from jspec.core.accept_rule import DraftSampling
-from jspec.core.ancestors import ancestors
+from jspec.core.ancestors import ancestors, longest_accepted_path
 from jspec.core.records import AncestorMask, Draft, SlotView
 from jspec.core.tree import Tree
 from jspec.verify.sampled_rule import SampledRule, draw_and_accept
@@ -30,7 +30,6 @@ from jspec.verify.tree_walk import (
     at_node,
     candidates,
     child_probs,
-    longest_accepted_path,
     ranks,
     siblings,
 )

@@ -55,8 +55,9 @@ def check_no_rank_gaps(rule: str, tree: Tree) -> None:
     Raises:
         ValueError: a sibling rank is missing.
     """
-    for path in tree.paths or ():
-        if path[-1] > 0 and (*path[:-1], path[-1] - 1) not in (tree.paths or ()):
+    paths = (tree.base or tree).paths or ()  # a joined chain is not drawn
+    for path in paths:
+        if path[-1] > 0 and (*path[:-1], path[-1] - 1) not in paths:
             raise ValueError(
                 f'accept="{rule}" expects sibling ranks without gaps, got {path} without '
                 f'{(*path[:-1], path[-1] - 1)}; add that path or use accept="coupled"'
@@ -92,7 +93,7 @@ def rejection_accept(
     accept_probs = [jnp.ones_like(uniforms[:, 0])]
     for node in range(1, target_probs.shape[1]):
         is_tried = draft.valid[:, node] & (draft.parents[:, node] == last_node)
-        trial = try_token(p, q, draft.tokens[:, node])
+        trial = try_token(p, q if draft.drawn is None else q * draft.drawn[:, node, None], draft.tokens[:, node])
         accepted = is_tried & (uniforms[:, node] < trial.accept_prob)  # "<", because a uniform may be exactly 0
         next_q = to_target_vocab(draft.probs[:, node], draft.vocab_map, vocab)
         p = jnp.where(accepted[:, None], target_probs[:, node], jnp.where(is_tried[:, None], trial.residual_p, p))

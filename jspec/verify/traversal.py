@@ -32,12 +32,13 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from jspec.core.accept_rule import DraftSampling
+from jspec.core.ancestors import longest_accepted_path
 from jspec.core.records import AncestorMask, Draft, SlotView
 from jspec.core.tree import Tree
 from jspec.verify.multi_candidate import multi_candidate_accept
 from jspec.verify.rejection import check_no_rank_gaps, normalised, to_target_vocab
 from jspec.verify.sampled_rule import SampledRule, draw_and_accept
-from jspec.verify.tree_walk import AcceptResult, at_node, candidates, child_probs, longest_accepted_path, siblings
+from jspec.verify.tree_walk import AcceptResult, at_node, candidates, child_probs, siblings
 
 LARGEST = 1e38  # upper limit of `NodeWeights.spent`, so that its product with a probability of 0 is 0
 
@@ -203,6 +204,8 @@ def _try_children(
     alpha, spent, mass = weights.alpha[rows, parents], weights.spent[rows, parents], weights.mass[rows, parents]
     p, q, tail = trials.token_p[:, children], trials.token_q[:, children], trials.tail[:, children]
     total, is_point = mass + 1 - alpha, q == 0
+    if draft.drawn is not None:
+        is_point |= ~draft.drawn[:, children]
     ratio = jnp.maximum(alpha * p - spent * q, 0.0) / jnp.where(total == 0, 1.0, total)
     ratio = ratio / jnp.where(is_point, 1.0, q / tail)
     spent = jnp.minimum(spent + jnp.where(is_point, 0.0, total / tail), LARGEST)

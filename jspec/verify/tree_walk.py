@@ -7,8 +7,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jspec.core.ancestors import depths
-from jspec.core.records import AncestorMask, Draft
+from jspec.core.records import Draft
 
 
 class AcceptResult(NamedTuple):
@@ -45,24 +44,6 @@ def child_probs(probs: Float[Array, "batch nodes vocab"], draft: Draft) -> Float
     """
     row = jnp.arange(probs.shape[0])[:, None]
     return probs[row, jnp.maximum(draft.parents, 0), draft.tokens]
-
-
-def longest_accepted_path(
-    matches: Bool[Array, "batch nodes"], draft: Draft, ancestor_mask: AncestorMask
-) -> tuple[Bool[Array, "batch nodes"], Int[Array, "batch"]]:
-    """Accept each node that matches and whose ancestors all match.
-
-    Args:
-        matches: whether each node passes the rule's test; the root counts as True, a padding node as False.
-
-    Returns:
-        Whether each node is accepted, and the deepest accepted node [batch].
-    """
-    is_root = jnp.arange(matches.shape[1]) == 0
-    matches = (matches & (draft.parents >= 0)) | is_root
-    accepted = jnp.all(matches[:, None] | ~ancestor_mask, axis=-1)
-    deepest = jnp.argmax(jnp.where(accepted, depths(ancestor_mask), -1), axis=-1).astype(jnp.int32)
-    return accepted, deepest
 
 
 def at_node(rows: Array, node: Int[Array, "batch"]) -> Array:

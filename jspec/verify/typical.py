@@ -14,12 +14,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jspec.core.accept_rule import DraftSampling
-from jspec.core.ancestors import depths
+from jspec.core.ancestors import depths, longest_accepted_path
 from jspec.core.records import AncestorMask, Draft, SlotView
 from jspec.core.tree import Tree
 from jspec.sampling import sampler
 from jspec.verify.sampled_rule import SampledRule, no_token_if_nan
-from jspec.verify.tree_walk import at_node, candidates, child_probs, longest_accepted_path
+from jspec.verify.tree_walk import at_node, candidates, child_probs
 
 LOG_GUARD = 1e-5  # added to probabilities before the log, as the authors do; it changes the required probability
 

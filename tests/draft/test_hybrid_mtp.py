@@ -11,13 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec import MTP, Engine, SamplingParams, Tree
+from jspec import MTP, Beside, Engine, SamplingParams, Tree
 from jspec.draft.eagle_head import EagleHead
 from jspec.models.weights.quantize import quantized_as
 from tests.draft.test_mtp import drafted, halves_swapped, score_errors
 from tests.draft.test_mtp import run as run_layer
 from tests.models.test_hybrid_files import FOLDERS, WIDE, recorded, together, with_images
 from tests.support import block_rounds, folders, tiny
+from tests.support.beside import Known
 from tests.support.quantized_folders import FORMATS, quantised
 from tests.support.recordings import recording
 
@@ -223,6 +224,23 @@ def test_engine_with_the_layer_emits_the_recorded_tokens_and_drafts_as_the_layer
     states = block_rounds.states_of(target, [*prompts[1], *done[1].token_ids], (target.config.num_layers + 1,))
     differences = score_errors(drafter.bind(target), states, done[1], prompts[1])
     assert len(differences) >= 12 and max(differences) < 1e-3
+
+
+@pytest.mark.parametrize("join", ["beside", pytest.param("replace", marks=pytest.mark.long)])
+def test_engine_with_a_look_up_beside_the_layer_emits_the_recorded_tokens(join: str, tmp_path: Path) -> None:
+    """Paths of five nodes are accepted. The second time, prompts begin from copies of the recurrent states."""
+    written("qwen3_5_text", tmp_path)
+    target, data = tiny.load_target(tmp_path), recording(FOLDERS / "qwen3_5_text" / "expect.npz")
+    prompts, outputs = ([data[f"{name}{i}"].tolist() for i in range(3)] for name in ("prompt", "greedy"))
+    lookup = Known(np.array([tokens[:48] for tokens in outputs]), prompts, Tree.chain(4), target.config.vocab_size)
+    drafter = Beside(MTP.from_pretrained(tmp_path, tree=CHAIN, dtype="float32"), lookup, join)
+    options: dict[str, Any] = dict(slots=3, max_len=176, buckets=(3,), prefill_buckets=(48,), controls=False)
+    with Engine(target, drafter=drafter, **options) as engine:
+        for time in range(2):
+            done = engine.generate(prompts, SamplingParams(max_tokens=48, temperature=0))
+            assert [each.token_ids for each in done] == [tokens[:48] for tokens in outputs]
+            assert time == 0 or sum(each.metrics.num_cached_tokens for each in done) >= 32
+        assert engine.metrics.mean_acceptance_length > 4
 
 
 # ---- files

@@ -62,7 +62,8 @@ def one_token_late(text: Any, ends: Any, depth: int) -> Any:
 
 
 def worst_first(text: Any, query: Any, **options: Any) -> Any:
-    return find_ngram_matches(text, query, **options)[:, ::-1]
+    matches = find_ngram_matches(text, query, **options)
+    return matches._replace(ends=matches.ends[:, ::-1])
 
 
 def unmerged(tokens: Any, *, by_count: bool) -> Any:
@@ -148,7 +149,7 @@ def test_ngram_search_on_random_texts_finds_the_best_match_of_each_group(
     query[0, 2] = lookup.UNKNOWN
     lost = 0
     preferred = np.array([[10, 20], [0, 53], [40, 44]])
-    ends = lookup.find_ngram_matches(
+    ends, longest = lookup.find_ngram_matches(
         on_device(text), on_device(query), min_n=2, count=7, preferred=on_device(preferred)
     )
     for row in range(3):
@@ -161,6 +162,7 @@ def test_ngram_search_on_random_texts_finds_the_best_match_of_each_group(
         kept = {end % (groups or 53): (length, own, end) for length, own, end in scored}  # the last one wins
         best = [end for _, _, end in sorted(kept.values(), reverse=True)][:7]
         assert ends[row].tolist() == best + [-1] * (7 - len(best))
+        assert longest[row] == max((length for length, _, _ in scored), default=0)
         lost += len(scored) - len(kept)
     assert (lost > 0) == (groups is not None)
 

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from jspec import (
+    Beside,
     DFlash,
     Drafter,
     DraftModel,
@@ -82,6 +83,7 @@ DRAFTERS: dict[str, Callable[[Model], Drafter]] = {
         target, STATIC
     ),  # drafts with the target itself, so drafts are right if its cache is complete
     "n-gram": lambda target: NGram(Tree.chain(3)),
+    "beside": lambda target: Beside(Eagle3(head(target), Tree.chain(2)), NGram(Tree.chain(3)), "beside"),
     "suffix": lambda target: Suffix(Tree.topk(6, 3, 2), max_n=4, scope="engine", corpus_tokens=64),
 }
 
@@ -155,8 +157,10 @@ def wipe(one: Engine) -> None:
     """Clear the page pool and the draft's caches, because a repeated request may get the same pages."""
     one.scheduler.pages.clear()
     state = one.core.runner.state
-    if hasattr(state.draft, "cache"):
-        draft = replace(state.draft, cache=jax.tree.map(jnp.zeros_like, state.draft.cache))
+    of_head = getattr(state.draft, "model", state.draft)  # of a head beside a look-up
+    if hasattr(of_head, "cache"):
+        cleared = replace(of_head, cache=jax.tree.map(jnp.zeros_like, of_head.cache))
+        draft = cleared if of_head is state.draft else replace(state.draft, model=cleared)
         one.core.runner.target_side.state = replace(state, draft=draft)
 
 
@@ -196,11 +200,11 @@ def test_drafter_with_cached_pages_from_plain_rounds_has_unchanged_acceptance(na
     assert accepted[0] == accepted[1] and sum(accepted[0]) > 0
 
 
-@pytest.mark.parametrize("name", ["n-gram", pytest.param("suffix", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("name", ["n-gram", "beside", pytest.param("suffix", marks=pytest.mark.matrix)])
 def test_lookup_drafter_after_plain_rounds_knows_their_tokens(name: str) -> None:
     (done,) = generate(engine(name), Fixed(0), 1.0, PROMPTS[:1])
     state = engine(name).core.runner.state.draft
-    history = np.asarray(state.history)
+    history = np.asarray(getattr(state, "lookup", state).history)
     text = [*done.prompt_token_ids, *done.token_ids]
     assert text in [row[: len(text)].tolist() for row in history]
 

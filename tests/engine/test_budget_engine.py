@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jspec import DFlash, DraftModel, Eagle3, Engine, Model, SamplingParams, Tree
+from jspec import Beside, DFlash, DraftModel, Eagle3, Engine, Model, NGram, SamplingParams, Tree
 from jspec.draft.base import Drafter
+from jspec.draft.eagle_head import EagleHead
 from jspec.engine.schedule import sizes
 from jspec.engine.schedule.draft_length import DispatchResult, Policy
 from jspec.engine.schedule.sizes import RoundSize
@@ -44,13 +45,19 @@ class RandomPolicy(Policy):
         self.results.append(result)
 
 
+def small_head(target: Model) -> EagleHead:
+    return tiny.eagle_head(target, draft_vocab=12, feature_layers=(0, 1))
+
+
 DRAFTERS: dict[str, Callable[[Model], Drafter]] = {
     "draft model, tree": lambda target: DraftModel(tiny.model(engines.VOCAB, layers=1, seed=3), Tree.topk(9, 3, 3)),
     "draft model, chain": lambda target: DraftModel(target, Tree.chain(3)),
-    "eagle3": lambda target: Eagle3(tiny.eagle_head(target, draft_vocab=12, feature_layers=(0, 1)), Tree.topk(9, 3, 3)),
+    "eagle3": lambda target: Eagle3(small_head(target), Tree.topk(9, 3, 3)),
+    "beside": lambda target: Beside(Eagle3(small_head(target), Tree.chain(2)), NGram(Tree.chain(3)), "beside"),
+    "replace": lambda target: Beside(Eagle3(small_head(target), Tree.chain(2)), NGram(Tree.chain(3))),
     "dflash": lambda target: DFlash(tiny.dflash_head(target, block_size=4, feature_layers=(0, 1)), Tree.chain(3)),
 }
-LONG = ("draft model, tree",)  # by default, another drafter has a tree and a draft model has a chain
+LONG = ("draft model, tree", "replace")  # by default, another drafter has a tree and a draft model has a chain
 OPTIONS: dict[str, dict[str, Any]] = {
     "draft model, chain": {"page_size": 1},
     "eagle3": {"deterministic": True, "draft_nodes": (1,)},

@@ -252,6 +252,7 @@ def test_every_drafter_accepts_its_tree_as_text() -> None:
         ("suffix", "Suffix('chain:5')"),
         (byte_pair.HEAD, "Eagle3('chain:5')"),
         (str(byte_pair.TARGET), "DraftModel('chain:5')"),
+        (f"{byte_pair.HEAD}+ngram", "Beside(Eagle3('chain:5'), NGram('chain:5'), 'replace', threshold=None)"),
     ],
 )
 def test_make_drafter_of_a_name_or_path_returns_the_named_drafter(source: str | Path | None, shown: str) -> None:

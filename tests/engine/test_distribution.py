@@ -12,15 +12,30 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from jspec import MTP, DFlash, Drafter, DraftModel, DSpark, Eagle3, Engine, Medusa, Model, PEagle, SamplingParams, Tree
+from jspec import (
+    MTP,
+    Beside,
+    DFlash,
+    Drafter,
+    DraftModel,
+    DSpark,
+    Eagle3,
+    Engine,
+    Medusa,
+    Model,
+    PEagle,
+    SamplingParams,
+    Tree,
+)
 from jspec.core.accept_rule import DraftSampling
 from jspec.core.records import Draft, SlotView
-from jspec.draft import draft_model, dspark
+from jspec.draft import draft_model, dspark, match_rates
 from jspec.draft.base import DraftState, Params, StatelessDrafter
 from jspec.sampling import sampler
 from tests.reference import decoder, processors
 from tests.support import tiny
 from tests.support.arrays import on_device
+from tests.support.beside import Known
 
 pytestmark = pytest.mark.once
 
@@ -231,6 +246,34 @@ def test_sampled_tokens_with_a_head_for_blocks_have_the_target_distribution(
     target, name: str, accept: str, tree: Tree
 ) -> None:
     engine, controls = make(target, BLOCKS[name](target, tree), accept), ("plain", "restricted")
+    for control, done in zip(controls, draw(engine, SAMPLES, *(CONTROLS[name] for name in controls)), strict=True):
+        assert np.mean([c.metrics.num_drafts for c in done]) > 1.5, "the samples must span several rounds"
+        assert abs(deviation(done, expected_probs(control))) < 5
+
+
+JOINED = {  # accept rule, tree of the head and join
+    "rejection, beside": ("rejection", PAIRS, "beside"),
+    "traversal, beside": ("traversal", PAIRS, "beside"),
+    "multi_candidate, beside": ("multi_candidate", PAIRS, "beside"),
+    "rejection, replace": ("rejection", Tree.chain(3), "replace"),
+    "block, replace": ("block", Tree.chain(3), "replace"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "rejection, beside" else pytest.mark.long) for name in JOINED]
+)
+def test_sampled_tokens_with_a_look_up_beside_a_head_have_the_target_distribution(
+    target, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The look-up's tokens depend on the position. With "replace", one round decides about the chains of the next."""
+    accept, tree, join = JOINED[name]
+    monkeypatch.setattr(match_rates, "FIRST_TOKENS", 0.5)
+    outputs = np.random.default_rng(4).integers(0, VOCAB, (1, TOKENS + 1))
+    lookup = Known(outputs, [PROMPT], Tree.chain(3), VOCAB)
+    engine = make(target, Beside(Table(tree), lookup, join), accept)
+    controls = ("plain", "restricted")
     for control, done in zip(controls, draw(engine, SAMPLES, *(CONTROLS[name] for name in controls)), strict=True):
         assert np.mean([c.metrics.num_drafts for c in done]) > 1.5, "the samples must span several rounds"
         assert abs(deviation(done, expected_probs(control))) < 5

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec import Completion, DFlash, Drafter, DraftModel, DSpark, Eagle3, Engine, SamplingParams, Suffix, Tree
+from jspec import Beside, Completion, DFlash, Drafter, DraftModel, DSpark, Eagle3, Engine, SamplingParams, Suffix, Tree
 from jspec.core.prefill_input import PrefillInput, PromptPiece
 from jspec.engine.callers.by_hand import ByHand
 from jspec.engine.run.model_runner import ModelRunner
@@ -35,6 +35,11 @@ DRAFTERS: dict[str, Callable[[], Drafter | None]] = {
         tiny.dspark_head(engines.target(), block_size=4, feature_layers=(0, 1)), Tree.chain(LENGTH)
     ),
     "draft model": lambda: DraftModel(tiny.model(engines.VOCAB, layers=1, seed=1), Tree.chain(LENGTH)),
+    "beside": lambda: Beside(
+        Eagle3(tiny.eagle_head(engines.target(), draft_vocab=12, feature_layers=(0, 1)), Tree.chain(2)),
+        Suffix(Tree.chain(LENGTH)),
+        "beside",
+    ),
     "suffix": lambda: Suffix(Tree.chain(LENGTH), max_n=3, scope="engine", corpus_tokens=64),
 }
 LONG = ("dflash",)  # keeps the caches that "dspark" keeps

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from jspec import Drafter, DraftModel, Eagle3, Engine, SamplingParams, Suffix, Tree
+from jspec import Beside, Drafter, DraftModel, Eagle3, Engine, SamplingParams, Suffix, Tree
 from jspec.engine.callers.by_hand import ByHand
 from jspec.engine.request.request import Request
 from jspec.models.decoder import Model
@@ -129,6 +129,7 @@ DRAFTERS: dict[str, Callable[[Model], Drafter | None]] = {
     "eagle3": lambda target: Eagle3(head(target), Tree.chain(LENGTH)),
     "tree": lambda target: Eagle3(head(target), Tree.topk(6, 2, 3)),
     "draft model": lambda _: DraftModel(tiny.model(engines.VOCAB, layers=1, seed=1), Tree.chain(LENGTH)),
+    "beside": lambda target: Beside(Eagle3(head(target), Tree.chain(LENGTH)), Suffix(Tree.chain(4)), "beside"),
     "suffix": lambda _: Suffix(Tree.chain(LENGTH), max_n=3),
 }
 

@@ -20,6 +20,7 @@ from safetensors.numpy import load_file, save_file
 
 from jspec import (
     MTP,
+    Beside,
     Completion,
     DFlash,
     Drafter,
@@ -107,6 +108,8 @@ DRAFTERS: dict[str, Callable[[], Drafter | None]] = {
     "dspark": lambda: DSpark(tiny.dspark_head(target(), block_size=4, feature_layers=(0, 1)), "chain:3"),
     "medusa": lambda: Medusa(tiny.medusa_heads(target(), heads=2)),
     "ngram": lambda: NGram("chain:2"),
+    "beside": lambda: Beside(Eagle3(head(), "topk:8,3,3"), NGram("chain:4"), "beside"),
+    "replace": lambda: Beside(Eagle3(head(), "chain:3"), NGram("chain:4")),
     "suffix": lambda: Suffix("chain:2"),
 }
 
@@ -135,7 +138,13 @@ def exchanged_widths(engine: Engine, *, gathers_logits: bool) -> set[int]:
 
 
 DEFAULT = (("eagle3 tree", 2),)
-LONG = (("reduced eagle", 2), ("dspark", 2), ("draft model", 4))  # tokens of such drafters are compared below too
+LONG = (
+    ("reduced eagle", 2),
+    ("dspark", 2),
+    ("draft model", 4),
+    ("beside", 2),
+    ("replace", 2),
+)  # tokens of such drafters are compared below too
 
 
 @pytest.mark.parametrize(

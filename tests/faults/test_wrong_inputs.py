@@ -21,7 +21,7 @@ from jspec.core.foreign_names import FOREIGN_NAMES, check_names
 from jspec.draft.named import make_drafter
 from jspec.engine.input.chat_input import TEMPLATE_FIELDS
 from jspec.step.executables import Executables
-from tests.support import brittle, engines
+from tests.support import brittle, byte_pair, engines
 from tests.support.odd_values import odd_value
 
 pytestmark = pytest.mark.once
@@ -133,6 +133,17 @@ OBJECTS: list[tuple[Call, str]] = [
 ]
 DRAFTERS: list[tuple[Call, str]] = [
     (lambda e: make(drafter="eagle3"), "drafter: expected a Drafter, \"ngram\"|got 'eagle3'; a method with weights"),
+    (
+        lambda e: make(drafter="eagle3+suffix"),
+        "drafter: expected a Drafter|got 'eagle3'; a method with weights needs their",
+    ),
+    (lambda e: make(drafter="ngram+suffix"), "Beside: model: expected a head (Eagle3, Eagle|got NGram('chain:5')"),
+    (lambda e: make(drafter="none+suffix"), "Beside: model: expected a head|got None"),
+    (lambda e: make(drafter="a/b/c/d+suffix"), "a/b/c/d: expected a folder or a hub id"),
+    (
+        lambda e: make(drafter=f"{byte_pair.TARGET}+suffix"),
+        "Beside: model: expected a head|got a DraftModel, whose cache",
+    ),
     (lambda e: make(drafter=NGram), "drafter: expected a Drafter|NGram'>; pass an object: NGram()"),
     (lambda e: make(drafter=Eagle3), "Eagle3'>; pass an object: Eagle3.from_pretrained(path)"),
     (lambda e: make(drafter=engines.target()), "drafter: expected a Drafter|pass jspec.DraftModel(model)"),

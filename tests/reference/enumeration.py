@@ -166,7 +166,7 @@ def law(tree: Tree, target: PrefixProbs, found: Outcomes) -> np.ndarray:
             continue
         before = prefix(tree, tuple(tokens.tolist()), int(last_node))
         for token in np.flatnonzero(residual):
-            out[*before, token] += weight * residual[token] * _tail(target, (*before, token))
+            out[*before, token] += weight * residual[token] * tail(target, (*before, token))
     return out
 
 
@@ -190,7 +190,7 @@ def _is_tried(tree: Tree, on_path: np.ndarray) -> np.ndarray:
     return is_tried
 
 
-def _tail(target: PrefixProbs, before: tuple[int, ...]) -> np.ndarray:
+def tail(target: PrefixProbs, before: tuple[int, ...]) -> np.ndarray:
     """Return the target's joint probabilities of the tokens that follow a prefix."""
     out = np.ones(())
     for probs in target[len(before) :]:

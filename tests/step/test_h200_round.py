@@ -9,7 +9,7 @@ from functools import lru_cache, partial
 import jax
 import pytest
 
-from jspec import Tree
+from jspec import Beside, Eagle3, NGram, Tree
 from jspec.core.config import EngineConfig
 from jspec.core.prefill_input import PrefillInput
 from jspec.draft.dflash_head import DFlashHead
@@ -391,3 +391,24 @@ def test_h200_prefill_of_a_mixture_of_experts_sorts_nothing_and_fits_into_the_pl
     engine = EngineConfig(slots=8, max_len=1200, buckets=(8,), prefill_buckets=(2048,))
     planned = MemoryPlanner(program, params, engine, DeviceMemory(2**40, 0, True)).plan(pool).workspace
     assert compiled.temp_bytes < planned < 5 * compiled.temp_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("tree", "join", "launches", "temp_mib"),
+    [
+        (Tree.chain(4), "replace", 400, 12),
+        (Tree.chain(4), "beside", 415, 12),
+        (Tree.topk(60, 8, 10), "beside", 515, 72),
+    ],
+    ids=str,
+)
+def test_h200_round_of_a_look_up_beside_a_head_is_one_cuda_graph_that_updates_in_place(
+    tree: Tree, join: str, launches: int, temp_mib: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The look-up takes about 15 launches, and what is learned of it 5; a chain becomes a tree by joining."""
+    monkeypatch.setitem(
+        rounds.DRAFTERS, "eagle3", lambda head, tree: Beside(Eagle3(head, tree), NGram("chain:4"), join)
+    )
+    check(*compile_round.__wrapped__(tree), launches=launches, temp_mib=temp_mib)

@@ -98,7 +98,18 @@ def test_generate_command_with_drafter_prints_the_targets_greedy_text(
 
 def options(**given: object) -> Namespace:
     heads = ("eagle3", "peagle", "eagle", "medusa", "dflash", "dspark", "mtp", "draft_model")
-    names = (*heads, "ngram", "suffix", "tree", "dtype", "draft_quantize", "draft_vocab", "draft_device")
+    names = (
+        *heads,
+        "ngram",
+        "suffix",
+        "tree",
+        "dtype",
+        "draft_quantize",
+        "draft_vocab",
+        "draft_device",
+        "lookup",
+        "join",
+    )
     return Namespace(**{**dict.fromkeys(names), **given})
 
 
@@ -125,6 +136,21 @@ def test_drafter_made_from_the_tree_option_has_that_tree(small: dict[str, str], 
     assert isinstance(make_drafter(options(ngram=True)), NGram)
     assert isinstance(make_drafter(options(suffix=True)), Suffix)
     assert make_drafter(options()) is None
+
+
+def test_look_up_beside_a_head_has_the_depth_of_its_tree(small: dict[str, str]) -> None:
+    for given, shown in (
+        (dict(lookup="ngram"), "Beside(Eagle('chain:5'), NGram('chain:5'), 'replace', threshold=None)"),
+        (
+            dict(lookup="suffix", tree="topk:6,2,3"),
+            "Beside(Eagle('topk:6,2,3'), Suffix('chain:2'), 'beside', threshold=None)",
+        ),
+        (
+            dict(lookup="suffix", tree="chain:2", join="beside"),
+            "Beside(Eagle('chain:2'), Suffix('chain:2'), 'beside', threshold=None)",
+        ),
+    ):
+        assert repr(make_drafter(options(eagle=small["eagle"], **given))) == shown
 
 
 def cache_dtypes(cache: Any) -> set[str]:
@@ -178,6 +204,16 @@ def test_generate_command_dtype_options_set_dtypes_of_weights_and_caches(
         ),
         (("--medusa", "medusa", "--tree", "chain:3", "--draft-quantize", "int8"), "--draft-quantize: expected one of"),
         (("--draft-quantize", "int8"), "--draft-quantize: expected one of"),
+        (
+            ("--ngram", "--lookup", "suffix"),
+            "--lookup: expected a head beside which it drafts, one of --eagle3, --peagle",
+        ),
+        (("--lookup", "suffix"), "--lookup: expected a head"),
+        (("--eagle3", "eagle3", "--join", "beside"), "--join: expected --lookup"),
+        (
+            ("--eagle3", "eagle3", "--lookup", "ngram", "--tree", "topk:6,2,2", "--join", "replace"),
+            '--join "replace" expects a model that drafts a chain',
+        ),
         (("--ngram", "--draft-vocab", "9"), "--draft-vocab: expected one of --eagle3, --peagle, --eagle,"),
         (("--eagle", "eagle", "--draft-vocab", "0"), "Eagle: --draft-vocab: expected 1 to"),
         (("--eagle3", "eagle3", "--draft-vocab", "9"), "Eagle3: --draft-vocab: expected a head that uses the target's"),

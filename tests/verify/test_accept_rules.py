@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from jspec import Tree
-from jspec.core.ancestors import ancestors
+from jspec.core.ancestors import ancestors, longest_accepted_path
 from jspec.core.records import Draft
-from jspec.verify import rejection, tree_walk
+from jspec.verify import rejection
 from jspec.verify.multi_candidate import multi_candidate, multi_candidate_accept
 from jspec.verify.traversal import traversal_accept
 from tests.reference import accept, enumeration
@@ -372,7 +372,7 @@ def test_accept_rules_with_a_one_hot_target_accept_exactly_the_certain_token(nam
     draft = enumeration.draft_of(tree, tokens, q)
     u = on_device(np.full(tokens.shape, draw, jnp.float32))
     result = ACCEPT[name](on_device(p), draft, ancestors(np.asarray(draft.parents)), u)
-    _, deepest = tree_walk.longest_accepted_path(on_device(tokens == 2), draft, ancestors(np.asarray(draft.parents)))
+    _, deepest = longest_accepted_path(on_device(tokens == 2), draft, ancestors(np.asarray(draft.parents)))
     np.testing.assert_array_equal(result.last_node, deepest)
     np.testing.assert_allclose(result.residual_probs, p[:, 0], atol=1e-6)
 

@@ -1,0 +1,308 @@
+"""Test drafts of a look-up beside a head: which tree they join to, how often they are accepted, and options."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec import Beside, DraftModel, Eagle3, Engine, NGram, SamplingParams, Suffix, Tree
+from jspec.core.ancestors import longest_accepted_path
+from jspec.core.records import Draft, Verdict
+from jspec.draft import beside, match_rates
+from jspec.draft.base import NoDraft
+from jspec.draft.match_rates import LENGTHS, MatchRates, expected_length, kind_of
+from tests.reference.enumeration import draft_of
+from tests.support import engines, tiny
+from tests.support.arrays import on_device
+from tests.support.beside import Known, KnownModel, check_contract, prompt_of
+from tests.support.lookup_runs import POOL, SLOTS, batch_of, view_of
+
+pytestmark = pytest.mark.once
+
+VOCAB = engines.VOCAB
+CHAIN, PAIRS = Tree.chain(3), Tree.static([(0,), (1,), (0, 0), (1, 0), (0, 0, 0)])
+
+
+# -- the joined tree
+
+
+def random_trees(rng: np.random.Generator, rows: int, nodes: int, vocab: int) -> Draft:
+    """Return random trees of tokens, whose siblings differ."""
+    parents, tokens = np.full((rows, nodes), -1), rng.integers(0, vocab, (rows, nodes))
+    for row, node in itertools.product(range(rows), range(1, nodes)):
+        free = [
+            (parent, token)
+            for parent, token in itertools.product(range(node), range(vocab))
+            if (parent, token) not in zip(parents[row, 1:node], tokens[row, 1:node], strict=True)
+        ]
+        parents[row, node], tokens[row, node] = free[rng.integers(len(free))]
+    record = draft_of(Tree.chain(nodes - 1), tokens, None)
+    return record.replace(parents=on_device(parents, jnp.int32), scores=on_device(-rng.random((rows, nodes))))
+
+
+def random_chains(rng: np.random.Generator, rows: int, length: int, vocab: int) -> Draft:
+    chain, ends = (
+        draft_of(Tree.chain(length), rng.integers(0, vocab, (rows, length + 1)), None),
+        rng.integers(0, length + 1, rows),
+    )
+    valid = np.arange(length + 1) <= ends[:, None]
+    return chain.replace(valid=on_device(valid), scores=on_device(-0.5 * np.tile(np.arange(length + 1), (rows, 1))))
+
+
+def check_joined(joined: Draft, drafted: Draft, chain: Draft, is_used: np.ndarray) -> int:
+    """Check each row's tree: the paths of the model's nodes and that of the chain, each once. Return how many merge."""
+    check_contract(joined)
+    size, merged = drafted.tokens.shape[1], 0
+    for row, used in enumerate(is_used):
+        tokens, parents, valid, scores = (
+            np.asarray(field)[row] for field in (joined.tokens, joined.parents, joined.valid, joined.scores)
+        )
+        paths: dict[int, tuple[int, ...]] = {0: ()}
+        for node in np.flatnonzero(valid)[1:]:
+            paths[node] = (*paths[parents[node]], int(tokens[node]))
+        own = {paths[node] for node in range(size)}
+        wanted = np.asarray(chain.tokens)[row, 1 : int(np.sum(chain.valid[row]))].tolist() if used else []
+        beginnings = {tuple(wanted[:count]) for count in range(len(wanted) + 1)}
+        assert set(paths.values()) == own | beginnings and len(paths) == len(own | beginnings)
+        assert np.array_equal(tokens[:size], drafted.tokens[row]) and np.array_equal(
+            parents[:size], drafted.parents[row]
+        )
+        for node in range(size, len(tokens)):
+            if valid[node]:
+                assert scores[node] == pytest.approx(scores[parents[node]] - 0.5, abs=1e-6)
+        merged += len(own & beginnings) - 1
+    return merged
+
+
+def random_join() -> tuple[Draft, Draft, np.ndarray]:
+    rng = np.random.default_rng(0)
+    return random_trees(rng, 60, 7, 3), random_chains(rng, 60, 4, 3), rng.random(60) < 0.8
+
+
+def test_joined_tree_has_each_path_of_both_parts_once() -> None:
+    drafted, chain, is_used = random_join()
+    joined = jax.jit(beside.joined)(drafted, chain, on_device(is_used))
+    assert check_joined(joined, drafted, chain, is_used) > 30
+
+
+def any_first_token(matches: Any, draft: Draft, mask: Any) -> Any:
+    return longest_accepted_path(matches | (draft.parents == 0), draft, mask)
+
+
+def only_the_root(matches: Any, draft: Draft, mask: Any) -> Any:
+    return longest_accepted_path(jnp.zeros_like(matches), draft, mask)
+
+
+@pytest.mark.parametrize("wrong", [any_first_token, only_the_root])
+def test_continuation_joined_at_another_node_breaks_the_contract(
+    wrong: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: the path to the node differs in its first token, or a longer one would agree."""
+    monkeypatch.setattr(beside, "longest_accepted_path", wrong)
+    drafted, chain, is_used = random_join()
+    joined = jax.jit(partial(beside.joined))(drafted, chain, on_device(is_used))
+    with pytest.raises(AssertionError):
+        check_joined(joined, drafted, chain, is_used)
+
+
+@pytest.mark.parametrize(
+    ("depth", "text"), [(4, None), (3, "chain:2 beside chain:3"), (1, "chain:1 beside chain:1"), (0, "none")]
+)
+def test_joined_tree_that_is_cut_is_joined_of_its_cut_parts(depth: int, text: str | None) -> None:
+    tree = Tree.chain(2).joined(4)
+    assert (tree.nodes, tree.depth, tree.scratch_rows) == (7, 4, 7)
+    assert str(tree.cut(depth)) == (text or str(tree))
+    assert Tree.topk(12, 3, 4).joined(1).cut(2) == Tree.topk(12, 3, 4).cut(2).joined(1)
+
+
+# -- rates of matches
+
+
+def test_match_rates_of_random_rounds_equal_those_of_a_plain_loop() -> None:
+    rng, slots, depth, rows_per_round = np.random.default_rng(0), 3, 4, 3
+    rates = MatchRates.new(slots, 2, depth)
+    first = np.tile(match_rates.FIRST_RATES, (slots, 1, 1)) * match_rates.FIRST_TOKENS
+    counts = np.stack([first, np.full_like(first, match_rates.FIRST_TOKENS)], axis=-1)  # right, tried
+    keep, learn = (jax.jit(function) for function in (MatchRates.keep, MatchRates.learn))
+    for _ in range(60):
+        rows = rng.permutation(slots + 1)[:rows_per_round]
+        active, kind = (rows < slots) & (rng.random(3) < 0.8), rng.integers(-1, len(LENGTHS), 3)
+        deepest = int(rng.integers(2, depth + 1))  # that of a cut tree
+        ends, count = rng.integers(0, deepest + 1, (3, 2)), rng.integers(1, deepest + 2, 3)
+        chains = np.where(np.arange(depth) < ends[..., None], rng.integers(0, 2, (3, 2, depth)), -1)
+        emitted = np.where(np.arange(deepest + 1) < count[:, None], rng.integers(0, 2, (3, deepest + 1)), -1)
+        view = view_of(rows.tolist(), [0] * 3, [0] * 3, active.tolist())
+        rates = keep(rates, view, on_device(chains, jnp.int32), on_device(kind, jnp.int32))
+        rates = learn(rates, view, Verdict(None, None, on_device(emitted, jnp.int32), None, None))
+        for row, source in itertools.product(np.flatnonzero(active), range(2)):
+            pairs = [(e, c) for e, c in zip(emitted[row], chains[row, source], strict=False) if e >= 0 and c >= 0]
+            right = next((at for at, (e, c) in enumerate(pairs) if e != c), len(pairs))
+            if pairs and kind[row] >= 0:
+                own = counts[rows[row], source, kind[row]]
+                own *= match_rates.DECAY
+                own += right, right + (right < len(pairs))
+    np.testing.assert_allclose(rates.right, counts[..., 0], rtol=1e-5)
+    np.testing.assert_allclose(rates.tried, counts[..., 1], rtol=1e-5)
+    found = rates.of(on_device([2, 0]), on_device([1, -1]))
+    np.testing.assert_allclose(found, (counts[..., 0] / counts[..., 1])[[2, 0], :, [1, 0]], rtol=1e-5)
+    new = rates.forget(on_device([1, slots]))
+    np.testing.assert_allclose(new.right[1], first[1], rtol=1e-6)
+    np.testing.assert_array_equal(new.right[0], rates.right[0])
+
+
+def test_kinds_of_matches_and_their_lengths() -> None:
+    lengths = np.arange(0, 30)
+    assert kind_of(on_device(lengths)).tolist() == [sum(n >= least for least in LENGTHS) - 1 for n in lengths]
+    found = expected_length(on_device([0.5, 1.0, 0.9], jnp.float32), on_device([2, 3, 0]), 4)
+    np.testing.assert_allclose(found, [0.75, 3, 0])
+
+
+def test_rates_are_forgotten_with_a_new_prompt_and_kept_without_a_draft() -> None:
+    outputs, prompts = np.zeros((1, 4), int), [[1, 2, 3]]
+    lookup = Known(outputs, prompts, Tree.chain(4), VOCAB)
+    drafter = Beside(KnownModel(Known(outputs, prompts, CHAIN, VOCAB)), lookup)
+    state = drafter.init((), POOL)
+    used = jax.tree.map(lambda field: field + 1, state.rates)
+    state = state.replace(rates=used)
+    view = view_of([2, SLOTS, SLOTS], [0] * 3, [0] * 3, [True, False, False])
+    batch = batch_of([[1, 2, 3]], 0)
+    batch = batch.replace(newest=batch.ends - 1)
+    made = drafter.prefill((), state, view, batch, None).rates
+    first = MatchRates.new(SLOTS, 2, 4)
+    for name in ("right", "tried"):
+        found = getattr(made, name)
+        assert np.array_equal(found[2], getattr(first, name)[2]) and np.array_equal(found[:2], getattr(used, name)[:2])
+    chains, kind = jnp.zeros((3, 2, 4), jnp.int32), jnp.zeros(3, jnp.int32)
+    kept = state.replace(rates=used.keep(view, chains, kind))
+    verdict = Verdict(None, None, on_device(np.zeros((3, 1), np.int32)), None, None)
+    draft = draft_of(Tree.chain(1).cut(0), np.zeros((3, 1), int), None)
+    drafting, idle = (one.commit((), kept, view, draft, verdict, None).rates for one in (drafter, drafter.cut(0)))
+    assert np.array_equal(idle.tried, used.tried)
+    assert not np.array_equal(drafting.tried, used.tried), "control"
+
+
+# -- engines with a known model and a known look-up
+
+RIGHT = (0, 0, 0, 0)
+CASES = [  # what is added to the model's tokens and to the look-up's, by depth
+    ((0, 0, 0), RIGHT),
+    *(
+        ((0, 0, 0), wrong)
+        for wrong in ((2, 0, 0, 0), (1, 0, 0, 0), (0, 2, 0, 0), (0, 1, 0, 0), (0, 0, 2, 0), (0, 0, 0, 2))
+    ),
+    *((wrong, RIGHT) for wrong in ((2, 0, 0), (0, 2, 0), (0, 0, 2))),
+    ((2, 0, 0), (3, 0, 0, 0)),
+    ((2, 0, 0), (2, 0, 0, 0)),
+    ((0, 2, 0), (0, 0, 3, 0)),
+    ((0, 0, 2), (0, 3, 0, 0)),
+    ((0, 2, 0), (0, 2, 0, 0)),
+]
+TOKENS = 36
+PARAMS = [SamplingParams(max_tokens=TOKENS, temperature=heat, seed=1) for heat in (0.0, 1.0) for _ in CASES]
+PROMPTS = [prompt_of(line, VOCAB) for line in range(len(PARAMS))]
+ENGINES: dict[str, Any] = {
+    "replace by length": (CHAIN, dict(join="replace", threshold=4)),
+    "replace by rates": (CHAIN, dict(join="replace")),
+    "beside a chain": (CHAIN, dict(join="beside")),
+    "beside a tree": (PAIRS, dict(join="beside")),
+}
+
+
+@cache
+def plain() -> list[Any]:
+    return engines.plain().generate(PROMPTS, PARAMS)
+
+
+@cache
+def known(tree: Tree, options: tuple[tuple[str, Any], ...]) -> Beside:
+    outputs = np.array([done.token_ids for done in plain()])
+    model, lookup = (np.array([case[part] for case in CASES] * 2) for part in (0, 1))
+    tables = ((model, tree), (lookup, Tree.chain(4)))
+    parts = (Known(outputs, PROMPTS, one, VOCAB, wrong) for wrong, one in tables)
+    return Beside(KnownModel(next(parts)), next(parts), **dict(options))
+
+
+def right(wrong: tuple[int, ...]) -> int:
+    """Return how many tokens of a chain are right."""
+    return next((depth for depth, shift in enumerate(wrong) if shift), len(wrong))
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_engine_with_a_known_model_and_look_up_accepts_what_is_right(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both are right, one is, none is, and they differ at each depth; greedy and with a seed."""
+    monkeypatch.setattr(match_rates, "FIRST_TOKENS", 2.0)  # so that a request of few tokens learns
+    tree, options = ENGINES[name]
+    drafter = known(tree, tuple(options.items()))
+    engine = engines.make(engines.target(), drafter=drafter, **engines.PLAIN_OPTIONS | dict(slots=8))
+    done = engine.generate(PROMPTS, PARAMS, trace=True)
+    for line, (one, expected) in enumerate(zip(done, plain(), strict=True)):
+        assert one.token_ids == expected.token_ids
+        model, lookup = map(right, CASES[line % len(CASES)])
+        wanted = lookup if name == "replace by length" else max(model, lookup)
+        first = 16 if name == "replace by rates" else 0  # tokens that the rates take
+        lengths = {r.accept_len for r in one.rounds if first <= r.start < TOKENS - 5}
+        assert lengths == {wanted}, (name, CASES[line % len(CASES)])
+
+
+# -- options
+
+
+def eagle3(tree: Tree) -> Eagle3:
+    return Eagle3(tiny.eagle_head(engines.target(), draft_vocab=12, feature_layers=(0, 1)), tree)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Beside(DraftModel(engines.target()), NGram()), "got a DraftModel, whose cache would lack the rows"),
+        (lambda: Beside(NGram(), NGram()), "model: expected a head (Eagle3, Eagle, PEagle"),
+        (lambda: Beside(NoDraft(), NGram()), "model: expected a head"),
+        (lambda: Beside("eagle3", NGram()), "model: expected a head"),  # type: ignore[arg-type]
+        (lambda: Beside(eagle3(CHAIN), eagle3(CHAIN)), "lookup: expected NGram(tree) or Suffix(tree), got"),  # type: ignore[arg-type]
+        (lambda: Beside(eagle3(CHAIN), NGram(PAIRS)), "pass NGram(Tree.chain(3))"),
+        (lambda: Beside(eagle3(CHAIN), NGram(), "both"), "join: expected one of ('replace', 'beside'), got 'both'"),
+        (lambda: Beside(eagle3(PAIRS), NGram()), 'join="replace" expects a model that drafts a chain'),
+        (lambda: Beside(eagle3(CHAIN), NGram(), threshold=5), "None or an int from 1 to 4, the look-up's max_n, got 5"),
+        (lambda: Beside(eagle3(CHAIN), NGram(), threshold=True), "threshold: expected None or an int from 1"),
+        (lambda: Beside(Eagle3(eagle3(CHAIN).head, CHAIN, draft_window=4), NGram(Tree.chain(6))), "an int >= 7"),
+    ],
+)
+def test_beside_with_parts_that_do_not_fit_raises(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError, NotImplementedError), match=re.escape(message)):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("drafter", "accept", "message"),
+    [
+        (lambda: Beside(eagle3(CHAIN), NGram(), "beside"), "block", 'use join="replace" or accept="traversal"'),
+        (
+            lambda: Beside(eagle3(Tree.static([(1,)])), NGram(), "beside"),
+            "rejection",
+            "expects sibling ranks without gaps",
+        ),
+        (lambda: Beside(eagle3(CHAIN), Suffix(CHAIN, scope="engine", corpus_tokens=64)), "rejection", 'scope="engine"'),
+    ],
+)
+def test_engine_with_beside_and_a_rule_that_does_not_fit_raises(drafter: Any, accept: str, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Engine(engines.target(), drafter=drafter(), accept=accept, compile_ahead=True, **engines.PLAIN_OPTIONS)
+
+
+def test_beside_is_shown_with_its_parts_and_keeps_them_when_it_is_changed() -> None:
+    drafter = Beside(eagle3(CHAIN), NGram(Tree.chain(4)), threshold=2).with_window(8)
+    text = "Beside(Eagle3('chain:3'), NGram('chain:4'), 'replace', threshold=2)"
+    assert repr(drafter) == text and drafter.draft_window == drafter.model.draft_window == 8
+    assert (
+        drafter.has_pending_rows and drafter.advice == drafter.model.advice and drafter.feature_layers(engines.target())
+    )
