@@ -5,9 +5,10 @@ and its ancestors count as generated tokens. Therefore drafting changes no token
 top-k, top-p and min-p follow in `jspec.sampling.sampler.process`.
 
 The order of the edits is that of transformers' processors: bias, repetition penalty, presence and frequency penalties,
-bad words, minimum length, allowed tokens and grammar (`jspec.sampling.grammar_mask`). The user's processor
-(`jspec.sampling.logits_processor`) runs last. No edit allows a token that an earlier edit has banned. Tokens banned for
-the whole request (single-token bad words, tokens not in allowed_token_ids) have -inf in the logit bias.
+bad words, minimum length, allowed tokens and grammar (`jspec.sampling.grammar_mask`); then the user's processor
+(`jspec.sampling.logits_processor`), and last the thinking budget (`jspec.sampling.thinking`). No edit but the last one
+allows a token that an earlier edit has banned. Tokens banned for the whole request (single-token bad words, tokens not
+in allowed_token_ids) have -inf in the logit bias.
 
 A slot's token counts are computed when its request is admitted, and updated with every committed token. The tokens on
 the path to a draft node are counted when the node's logits are edited. In a step whose rows use no controls, only the
@@ -28,7 +29,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jspec.core.prompt_blocks import NO_TOKEN
 from jspec.core.records import AncestorMask, Controls, Draft, SlotView
-from jspec.sampling import grammar_mask, logits_processor
+from jspec.core.thinking import ENDED, MAX_FORCED
+from jspec.sampling import grammar_mask, logits_processor, thinking
 from pallas_kernels.layers.partial_sums import PartialSums, reduce_partials
 from pallas_kernels.layers.shard import OwnColumns
 
@@ -64,6 +66,13 @@ def unused(slots: int, vocab: int, args: int = 0) -> Controls:
         counts=jnp.zeros((slots, vocab), jnp.int32),
         table=jnp.zeros(slots, jnp.int32),
         grammar_state=jnp.full(slots, grammar_mask.NO_STATE, jnp.int32),
+        grammar_waits=jnp.zeros(slots, bool),
+        thought=jnp.full(slots, ENDED, jnp.int32),
+        think_start=jnp.full(slots, NO_TOKEN, jnp.int32),
+        think_end=jnp.full(slots, NO_TOKEN, jnp.int32),
+        thinking_budget=jnp.full(slots, -1, jnp.int32),
+        forced=jnp.full((slots, MAX_FORCED), NO_TOKEN, jnp.int32),
+        forced_size=jnp.zeros(slots, jnp.int32),
         prompt_size=jnp.zeros(slots, jnp.int32),
         processor_args=jnp.zeros((slots, max(args, 1)), jnp.float32),
     )
@@ -113,7 +122,7 @@ def advance(
     count: Int[Array, "batch"],
     grammar_state: Int[Array, "batch"] | None,
 ) -> Controls:
-    """Update each slot's token counts, recent tokens and grammar state with the tokens that the slot has emitted.
+    """Update each slot's token counts, recent tokens, grammar and reasoning with the tokens that the slot has emitted.
 
     Args:
         slots: slot index of each row.
@@ -125,6 +134,7 @@ def advance(
     rows = jnp.where(is_committed, slots[:, None], controls.used.shape[0])
     history = jnp.concatenate([controls.recent.at[slots].get(mode="fill", fill_value=NO_TOKEN), tokens], axis=1)
     recent = jnp.take_along_axis(history, count[:, None] + jnp.arange(LOOK_BACK), axis=1)
+    thought, _ = thinking.states(controls.rows(slots), jnp.where(is_committed, tokens, NO_TOKEN)[:, None])
     if grammar_state is not None:
         moved = jnp.where(count > 0, slots, controls.used.shape[0])
         states = controls.grammar_state.at[moved].set(grammar_state, mode="drop")
@@ -133,6 +143,7 @@ def advance(
         controls,
         counts=controls.counts.at[rows, tokens].add(GENERATED, mode="drop"),
         recent=controls.recent.at[slots].set(recent, mode="drop"),
+        thought=controls.thought.at[slots].set(thought[:, 0], mode="drop"),
     )
 
 
@@ -215,7 +226,7 @@ def apply_penalties(
         path: token ids on the path to each node (`node_paths`), without the root; the slot's counts include the root.
     """
     assert view.controls is not None
-    row: Controls = jax.tree.map(lambda field: field.at[view.slots].get(mode="fill", fill_value=0), view.controls)
+    row = view.controls.rows(view.slots)
     depth = jnp.sum(path != NO_TOKEN, axis=-1)
     edited = _apply_counts(logits + row.bias[:, None], row, path)
     vocab = jnp.arange(logits.shape[-1])
@@ -229,7 +240,9 @@ def apply_penalties(
         edited = grammar_mask.apply_grammars(edited, view, path)
     if view.masks is not None:
         edited = grammar_mask.apply_host_masks(edited, view)
-    return edited if view.processor is None else logits_processor.apply(edited, view, path)
+    if view.processor is not None:
+        edited = logits_processor.apply(edited, view, path)
+    return thinking.force(edited, row, path)
 
 
 def _apply_counts(
