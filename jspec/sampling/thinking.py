@@ -12,22 +12,14 @@ the answer stays in its start state while reasoning goes on.
 from __future__ import annotations
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jspec.core.prompt_blocks import NO_TOKEN
 from jspec.core.records import Controls
-from jspec.core.thinking import ENDED, WAITS
+from jspec.core.thinking import ENDED, WAITS, WAITS_ONCE
 
-
-def follow(
-    row: Controls, count: Int[Array, "batch *more"], token: Int[Array, "batch *more"]
-) -> Int[Array, "batch *more"]:
-    """Return the state of the reasoning after a token in each state; a negative token leaves the state unchanged."""
-    start, end = (marker.reshape(-1, *(1,) * (count.ndim - 1)) for marker in (row.think_start, row.think_end))
-    ended = jnp.where(count == WAITS, WAITS, ENDED)  # of the states that are no counts, only this one lasts
-    begun = jnp.where((token == start) & (count != ENDED), 0, ended)
-    moved = jnp.where(count < 0, begun, jnp.where(token == end, ENDED, count + 1))
-    return jnp.where(token < 0, count, moved)
+NEVER = np.int32(2**30)  # a place that no path has
 
 
 def states(
@@ -38,18 +30,31 @@ def states(
     Returns:
         The states, and which tokens of the paths belong to reasoning, its markers included.
     """
-    count = jnp.broadcast_to(row.thought[:, None], path.shape[:2])
-    is_thought = []
-    for index in range(path.shape[-1]):
-        before, count = count, follow(row, count, path[..., index])
-        is_thought.append((before >= 0) | (count >= 0))
-    return count, jnp.stack(is_thought, axis=-1) if is_thought else path == NO_TOKEN
+    tokens = [path[..., index] for index in range(path.shape[-1])]
+    begin = _begin(row, path)
+    has_ended, is_thought = jnp.zeros(begin.shape, bool), []
+    for index, token in enumerate(tokens):
+        is_thought.append((index >= begin) & ~has_ended)
+        has_ended |= (index > begin) & (token == row.think_end[:, None])
+    size = sum((token != NO_TOKEN).astype(jnp.int32) for token in tokens)
+    thought = row.thought[:, None]
+    outside = jnp.where((thought == WAITS_ONCE) & (size > 0), ENDED, thought)
+    state = jnp.where(begin == NEVER, outside, jnp.where(has_ended, ENDED, size - 1 - begin))
+    return state, jnp.stack(is_thought, axis=-1) if is_thought else path == NO_TOKEN
 
 
-def force(
-    logits: Float[Array, "batch nodes vocab"], row: Controls, path: Int[Array, "batch nodes depth"]
-) -> Float[Array, "batch nodes vocab"]:
-    """Allow only the next token of the forced text at the nodes whose count has reached the budget.
+def _begin(row: Controls, path: Int[Array, "batch nodes depth"]) -> Int[Array, "batch nodes"]:
+    """Return the place of the start marker on each path; before the root it is negative; `NEVER`: there is none."""
+    begin = jnp.full(path.shape[:2], NEVER)
+    for index in reversed(range(path.shape[-1])):
+        begin = jnp.where(path[..., index] == row.think_start[:, None], index, begin)
+    thought = row.thought[:, None]
+    may_begin = (thought == WAITS) | ((thought == WAITS_ONCE) & (begin == 0))
+    return jnp.where(thought >= 0, -1 - thought, jnp.where(may_begin, begin, NEVER))
+
+
+def forced_tokens(row: Controls, path: Int[Array, "batch nodes depth"]) -> Int[Array, "batch nodes"]:
+    """Return the token of the forced text that must follow each node; `NO_TOKEN`: any may.
 
     Args:
         row: controls of each row.
@@ -60,6 +65,13 @@ def force(
     is_forced = row.used[:, None] & (row.thinking_budget >= 0)[:, None] & (count >= 0)
     is_forced &= (place >= 0) & (place < row.forced_size[:, None])
     token = jnp.take_along_axis(row.forced, jnp.clip(place, 0, row.forced.shape[1] - 1), axis=1)
-    is_token = jnp.arange(logits.shape[-1]) == token[..., None]
+    return jnp.where(is_forced, token, NO_TOKEN)
+
+
+def force(
+    logits: Float[Array, "batch nodes vocab"], forced: Int[Array, "batch nodes"]
+) -> Float[Array, "batch nodes vocab"]:
+    """Allow only the token that each node forces (`forced_tokens`), if the node forces one."""
+    is_token = jnp.arange(logits.shape[-1]) == forced[..., None]
     allowed = jnp.where(logits == -jnp.inf, 0.0, logits)  # the token may be banned; NaN stays, for the host to see
-    return jnp.where(is_forced[..., None], jnp.where(is_token, allowed, -jnp.inf), logits)
+    return jnp.where(forced[..., None] >= 0, jnp.where(is_token, allowed, -jnp.inf), logits)

@@ -11,11 +11,13 @@ from jaxtyping import Array, Bool, Int, UInt32
 
 from jspec import verify
 from jspec.core.prefill_input import PrefillInput, PromptPiece
+from jspec.core.prompt_blocks import NO_TOKEN
 from jspec.core.records import PromptBatch, SlotState, SlotView, StepOutput, StepResult, Verdict, of_piece, pack_result
 from jspec.models import kv_cache
 from jspec.models.decoder import TargetOut, forward
 from jspec.sampling import grammar_mask, logprobs, penalties, sampler
 from jspec.step.program import Params, Program, token_history, view_of
+from pallas_kernels.state.scatter_rows import scatter_rows
 
 
 @jax.named_scope("prefill")
@@ -167,7 +169,12 @@ def _first_tokens(
         is_new = (pieces.last == 1) & (pieces.root < 0)
         grammar_state = None if state.grammars is None else grammar_mask.states(view, token[..., None])[:, 0]
         count = is_new.astype(jnp.int32)
-        state = replace(state, controls=penalties.advance(state.controls, view.slots, token, count, grammar_state))
+        new = jnp.where(is_new[:, None], token, NO_TOKEN)
+        rows = penalties.text_after(state.controls, view.slots, new, count)
+        fields = {name: getattr(state.controls, name) for name in rows}
+        written = scatter_rows(fields, view.slots, rows, implementation=view.implementation)
+        controls = replace(state.controls, **written)
+        state = replace(state, controls=penalties.advance(controls, view.slots, token, count, grammar_state))
     scores = jax.tree.map(lambda x: x[None], scores)
     return state, StepOutput(report=pack_result(verdict, 0 * ones)[None], trace=None, logprobs=scores)
 
