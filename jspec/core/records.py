@@ -104,11 +104,9 @@ class Controls:
     bias: Float[Array, "slots vocab"]  # bias added to the logits; -inf: banned for the whole request
     counts: Int[Array, "slots vocab"]  # 2 x (occurrences in the output with the root) + (1 if in the prompt, else 0)
     table: Int[Array, "slots"]  # index into `Grammars`; undefined where ``grammar_state`` is -1
-    grammar_state: Int[Array, "slots"]  # grammar state after the root; -1: no grammar
-    grammar_waits: Bool[Array, "slots"]  # whether the grammar begins after the reasoning
+    grammar_state: Int[Array, "slots"]  # grammar state after the root (`jspec.sampling.grammar_mask`); -1: no grammar
     thought: Int[Array, "slots"]  # state of the reasoning after the root (`jspec.sampling.thinking`)
-    think_start: Int[Array, "slots"]  # token with which reasoning begins
-    think_end: Int[Array, "slots"]  # token with which it ends
+    think_markers: Int[Array, "slots 2"]  # tokens with which reasoning begins and ends
     thinking_budget: Int[Array, "slots"]  # count of reasoning tokens at which its end is forced; -1: never
     forced: Int[Array, "slots text"]  # the forced text, which ends with ``think_end``; then padding
     forced_size: Int[Array, "slots"]  # number of its tokens

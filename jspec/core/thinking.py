@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from jspec.core.prompt_blocks import NO_TOKEN
@@ -11,6 +11,9 @@ from jspec.core.prompt_blocks import NO_TOKEN
 ENDED = -1  # it has ended, or does not come
 WAITS = -2  # it begins with the next start marker
 WAITS_ONCE = -3  # it begins with the next token if this is the start marker
+# States of a grammar that waits for the end of the reasoning (`jspec.sampling.grammar_mask`).
+INSIDE = -2  # reasoning goes on; its end marker leads to the grammar's start
+AT_START = -3  # the grammar's start, where reasoning may begin instead
 MAX_FORCED = 64  # largest number of tokens of the text that ends it
 
 
@@ -56,14 +59,18 @@ class Thinking:
             state = self.follow(state, token)
         return state
 
-    def answer(self, output: Sequence[int]) -> Sequence[int]:
-        """Return the tokens of an output that the grammar reads, those after the reasoning for which it waits."""
+    def grammar_state(self, output: Sequence[int], follow: Callable[[Sequence[int]], int]) -> int:
+        """Return the state of the request's grammar after an output.
+
+        Args:
+            follow: returns the grammar's state after the tokens that it reads.
+        """
         state = self.held
         for count, token in enumerate(output):
             before, state = state, self.follow(state, token)
             if not is_thought(before, state):
-                return output[count:]
-        return ()
+                return follow(output[count:])
+        return INSIDE if state >= 0 else AT_START if state == WAITS_ONCE else follow(())
 
 
 def is_thought(before: int, after: int) -> bool:

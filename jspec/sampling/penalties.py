@@ -67,10 +67,8 @@ def unused(slots: int, vocab: int, args: int = 0) -> Controls:
         counts=jnp.zeros((slots, vocab), jnp.int32),
         table=jnp.zeros(slots, jnp.int32),
         grammar_state=jnp.full(slots, grammar_mask.NO_STATE, jnp.int32),
-        grammar_waits=jnp.zeros(slots, bool),
         thought=jnp.full(slots, ENDED, jnp.int32),
-        think_start=jnp.full(slots, NO_TOKEN, jnp.int32),
-        think_end=jnp.full(slots, NO_TOKEN, jnp.int32),
+        think_markers=jnp.full((slots, 2), NO_TOKEN, jnp.int32),
         thinking_budget=jnp.full(slots, -1, jnp.int32),
         forced=jnp.full((slots, MAX_FORCED), NO_TOKEN, jnp.int32),
         forced_size=jnp.zeros(slots, jnp.int32),
@@ -152,9 +150,7 @@ def text_after(
     """
     history = jnp.concatenate([controls.recent.at[slots].get(mode="fill", fill_value=NO_TOKEN), tokens], axis=1)
     recent = jnp.take_along_axis(history, count[:, None] + jnp.arange(LOOK_BACK), axis=1)
-    tokens = jax.lax.optimization_barrier(tokens)  # else XLA splits the kernel that computes the slots' other updates
-    thought, _ = thinking.states(controls.rows(slots), tokens[:, None])
-    return dict(recent=recent, thought=thought[:, 0])
+    return dict(recent=recent, thought=thinking.states(controls.rows(slots), tokens[:, None])[:, 0])
 
 
 def node_paths(draft: Draft, ancestor_mask: AncestorMask, depth: int) -> Int[Array, "batch nodes depth"]:

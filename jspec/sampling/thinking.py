@@ -11,9 +11,11 @@ the answer stays in its start state while reasoning goes on.
 
 from __future__ import annotations
 
+from functools import reduce
+
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from jspec.core.prompt_blocks import NO_TOKEN
 from jspec.core.records import Controls
@@ -22,32 +24,23 @@ from jspec.core.thinking import ENDED, WAITS, WAITS_ONCE
 NEVER = np.int32(2**30)  # a place that no path has
 
 
-def states(
-    row: Controls, path: Int[Array, "batch nodes depth"]
-) -> tuple[Int[Array, "batch nodes"], Bool[Array, "batch nodes depth"]]:
-    """Return the state of the reasoning after each path of tokens from the root.
-
-    Returns:
-        The states, and which tokens of the paths belong to reasoning, its markers included.
-    """
-    tokens = [path[..., index] for index in range(path.shape[-1])]
+def states(row: Controls, path: Int[Array, "batch nodes depth"]) -> Int[Array, "batch nodes"]:
+    """Return the state of the reasoning after each path of tokens from the root."""
     begin = _begin(row, path)
-    has_ended, is_thought = jnp.zeros(begin.shape, bool), []
-    for index, token in enumerate(tokens):
-        is_thought.append((index >= begin) & ~has_ended)
-        has_ended |= (index > begin) & (token == row.think_end[:, None])
+    tokens = [path[..., index] for index in range(path.shape[-1])]
+    is_end = [(index > begin) & (token == row.think_markers[:, 1:]) for index, token in enumerate(tokens)]
+    has_ended = reduce(jnp.logical_or, is_end, jnp.zeros(begin.shape, bool))
     size = sum((token != NO_TOKEN).astype(jnp.int32) for token in tokens)
     thought = row.thought[:, None]
     outside = jnp.where((thought == WAITS_ONCE) & (size > 0), ENDED, thought)
-    state = jnp.where(begin == NEVER, outside, jnp.where(has_ended, ENDED, size - 1 - begin))
-    return state, jnp.stack(is_thought, axis=-1) if is_thought else path == NO_TOKEN
+    return jnp.where(begin == NEVER, outside, jnp.where(has_ended, ENDED, size - 1 - begin))
 
 
 def _begin(row: Controls, path: Int[Array, "batch nodes depth"]) -> Int[Array, "batch nodes"]:
     """Return the place of the start marker on each path; before the root it is negative; `NEVER`: there is none."""
     begin = jnp.full(path.shape[:2], NEVER)
     for index in reversed(range(path.shape[-1])):
-        begin = jnp.where(path[..., index] == row.think_start[:, None], index, begin)
+        begin = jnp.where(path[..., index] == row.think_markers[:, :1], index, begin)
     thought = row.thought[:, None]
     may_begin = (thought == WAITS) | ((thought == WAITS_ONCE) & (begin == 0))
     return jnp.where(thought >= 0, -1 - thought, jnp.where(may_begin, begin, NEVER))
@@ -60,7 +53,7 @@ def forced_tokens(row: Controls, path: Int[Array, "batch nodes depth"]) -> Int[A
         row: controls of each row.
         path: token ids on the path to each node (`jspec.sampling.penalties.node_paths`).
     """
-    count, _ = states(row, path)
+    count = states(row, path)
     place = count - row.thinking_budget[:, None]
     is_forced = row.used[:, None] & (row.thinking_budget >= 0)[:, None] & (count >= 0)
     is_forced &= (place >= 0) & (place < row.forced_size[:, None])

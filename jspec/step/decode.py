@@ -233,7 +233,8 @@ def _advanced(state: SlotState, view: SlotView, verdict: Verdict) -> dict[str, A
     )
     fields = {name: getattr(state, name) for name in updates}
     if state.controls is not None:
-        rows = penalties.text_after(state.controls, view.slots, verdict.tokens, verdict.counts)
+        tokens = jax.lax.optimization_barrier(verdict.tokens)  # else XLA splits the kernel that computes the updates
+        rows = penalties.text_after(state.controls, view.slots, tokens, verdict.counts)
         updates["controls"], fields["controls"] = rows, {name: getattr(state.controls, name) for name in rows}
     return scatter_rows(fields, view.slots, updates, implementation=view.implementation)
 

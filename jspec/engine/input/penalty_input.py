@@ -159,12 +159,10 @@ def pack_controls(request: Request, vocab_size: int, table: int = 0, args: int =
         counts=counts.astype(np.int32),
         table=np.array(table, np.int32),
         grammar_state=np.array(
-            NOWHERE if request.grammar is None else request.grammar.follow(thinking.answer(output)), np.int32
+            NOWHERE if request.grammar is None else thinking.grammar_state(output, request.grammar.follow), np.int32
         ),
-        grammar_waits=np.array(thinking.grammar_waits, np.int32),
         thought=np.array(thinking.after(output), np.int32),
-        think_start=np.array(thinking.start, np.int32),
-        think_end=np.array(thinking.end, np.int32),
+        think_markers=np.array([thinking.start, thinking.end], np.int32),
         thinking_budget=np.array(thinking.budget, np.int32),
         forced=forced,
         forced_size=np.array(len(thinking.forced), np.int32),
