@@ -53,7 +53,7 @@ class InputProcessor:
         if wrong:
             raise ValueError(f"eos_ids: expected ids in [0, {self.vocab_size}), got {short(wrong[0])}")
         if self.config.thinking_end is not None:
-            _ = self._thinking  # raises if the text cannot be used
+            _ = self.thinking  # raises if the text cannot be used
 
     def requests(self, prompts: Any, params: Any = None, *, trace: bool = False, **more: Any) -> list[Request]:
         """Make one request per prompt, in the order of the prompts.
@@ -87,7 +87,7 @@ class InputProcessor:
         room = self.config.max_len - len(ids)
         max_new_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         words = self._bad_words(params, stop_ids, max_new_tokens)
-        thinking = self._thinking.of(params, ids)
+        thinking = self.thinking.of(params, ids)
         grammar = self._grammars.of(params, stop_ids, words)
         self._check_output(params)
         numbers = [next(self.ids) for _ in range(params.n)]
@@ -205,7 +205,8 @@ class InputProcessor:
         return GrammarInput(self.tokenizer, self.vocab_size, self.config.grammar_cells)
 
     @cached_property
-    def _thinking(self) -> ThinkingInput:
+    def thinking(self) -> ThinkingInput:
+        """What says how each request reasons."""
         return ThinkingInput(self.tokenizer, self.config.thinking_end)
 
     def _check_output(self, params: SamplingParams) -> None:

@@ -10,6 +10,7 @@ from jspec.core.shorten import short
 from jspec.core.thinking import MAX_FORCED, NO_THINKING, WAITS, WAITS_ONCE, Thinking
 from jspec.engine.reading import reasoning
 from jspec.engine.reading.answers import template_of
+from jspec.engine.reading.reasoning import ReasoningFormat
 from jspec.engine.request.sampling_params import SamplingParams
 
 
@@ -28,50 +29,20 @@ class ThinkingInput:
     def __init__(self, tokenizer: Any, end_text: str | None) -> None:
         self._hidden_ids: frozenset[int] = frozenset() if tokenizer is None else tokenizer.hidden_ids
         self._closings: tuple[str, ...] = ()
-        self._tokens: Thinking | None = None
-        self._fault = ""
+        self._tokens: Thinking | None = None  # markers and forced text; None: there are none, for this reason:
+        self._reason = ""
         try:
-            self._tokens = self._read(tokenizer, end_text)
+            if tokenizer is None:
+                raise ValueError("this engine has no tokenizer")
+            format_ = _format_of(template_of(tokenizer), end_text)
+            self._tokens, self._closings = _read(tokenizer, format_, end_text), format_.closings
         except ValueError as error:
+            self._reason = str(error)
             if end_text is not None:
-                raise ValueError(f"thinking_end: {error}, got {short(end_text)}") from None
-            self._fault = str(error)
-
-    def _read(self, tokenizer: Any, end_text: str | None) -> Thinking:
-        """Return markers and forced text.
-
-        Raises:
-            ValueError: there are none that can be used.
-        """
-        if tokenizer is None:
-            raise ValueError("expected an engine with a tokenizer; pass tokenizer= to the engine")
-        name = reasoning.format_name(template_of(tokenizer))
-        names = [name] if name is not None else []
-        if end_text is not None:
-            names = [
-                each for each in (*names, *reasoning.FORMATS) if end_text.endswith(reasoning.FORMATS[each].closings)
-            ]
-        if not names:
-            closings = dict.fromkeys(text for format_ in reasoning.FORMATS.values() for text in format_.closings)
-            wanted = f"a text that ends with one of {', '.join(closings)}"
-            if end_text is not None:
-                raise ValueError(f"expected {wanted}")
-            raise ValueError(
-                f"expected a chat template with markers of reasoning; pass thinking_end= to Engine, {wanted}"
-            )
-        format_ = reasoning.FORMATS[names[0]]
-        self._closings = format_.closings
-        closing = next(text for text in format_.closings if end_text is None or end_text.endswith(text))
-        start, end = _token_of(tokenizer, format_.openings[-1]), _token_of(tokenizer, closing)
-        body = _ids(tokenizer, (end_text or closing).removesuffix(closing))
-        if len(body) >= MAX_FORCED or {start, end} & set(body):
-            raise ValueError(f"expected at most {MAX_FORCED} tokens, of which the last one alone is a marker")
-        return Thinking(start, end, (*body, end))
-
-    @property
-    def end_id(self) -> int | None:
-        """The token with which reasoning ends; None: no request of this engine can be known to reason."""
-        return None if self._tokens is None else self._tokens.end
+                raise ValueError(
+                    f"thinking_end: expected a text that can end the model's reasoning, got {short(end_text)}, but "
+                    f"{error}"
+                ) from None
 
     def of(self, params: SamplingParams, prompt: Sequence[int]) -> Thinking:
         """Return how a request reasons.
@@ -83,17 +54,22 @@ class ThinkingInput:
         Raises:
             ValueError: the request has a budget, and the engine does not know the markers.
         """
-        if params.thinking_budget is None and (self._tokens is None or params.grammar_field is None):
-            return NO_THINKING
+        budget, has_grammar = params.thinking_budget, params.grammar_field is not None
         if self._tokens is None:
-            raise ValueError(f"thinking_budget: {self._fault}, got {params.thinking_budget}")
-        begun, waits = self._begun(prompt), self._can_wait(params)
-        if params.thinking_budget is None:
+            if budget is None:
+                return NO_THINKING
+            raise ValueError(
+                f"thinking_budget: expected None, because {self._reason}, got {budget}; leave it out, or give the "
+                "engine a tokenizer with such markers, and thinking_end= if its chat template has none"
+            )
+        if budget is None and not has_grammar:
+            return NO_THINKING
+        begun, waits = self._begun(prompt), has_grammar and self._can_wait(params)
+        if budget is None:
             return replace(self._tokens, begun=begun, grammar_waits=True) if waits and begun >= 0 else NO_THINKING
-        if begun < 0 and params.grammar_field is not None:
+        if begun < 0 and has_grammar:
             begun = WAITS_ONCE
-        budget = max(params.thinking_budget, begun)
-        return replace(self._tokens, begun=begun, budget=budget, grammar_waits=waits)
+        return replace(self._tokens, begun=begun, budget=max(budget, begun), grammar_waits=waits)
 
     def _begun(self, prompt: Sequence[int]) -> int:
         assert self._tokens is not None
@@ -105,28 +81,56 @@ class ThinkingInput:
         return WAITS
 
     def _can_wait(self, params: SamplingParams) -> bool:
-        """Return whether a request has a grammar, and this has no end marker of its own."""
-        if params.grammar_field is None:
-            return False
+        """Return whether a request's grammar has no end marker of its own, as text or as a token."""
+        assert self._tokens is not None and params.grammar_field is not None
         text = getattr(params, params.grammar_field).replace("\\", "")
-        return not any(marker in text for marker in (*self._closings, f"<[{self.end_id}]>"))
+        return not any(marker in text for marker in (*self._closings, f"<[{self._tokens.end}]>"))
+
+
+def _format_of(template: str | None, end_text: str | None) -> ReasoningFormat:
+    """Return the format of reasoning of a chat template; if a text that ends reasoning is given, one that fits this.
+
+    Raises:
+        ValueError: there is none.
+    """
+    name = reasoning.format_name(template)
+    names = [*([] if name is None else [name]), *([] if end_text is None else reasoning.FORMATS)]
+    formats = [reasoning.FORMATS[each] for each in names]
+    found = next((each for each in formats if end_text is None or end_text.endswith(each.closings)), None)
+    if found is None and end_text is None:
+        raise ValueError("the chat template has no markers of reasoning")
+    if found is None:
+        closings = dict.fromkeys(text for each in formats for text in each.closings)
+        raise ValueError(f"it ends with none of {', '.join(closings)}")
+    return found
+
+
+def _read(tokenizer: Any, format_: ReasoningFormat, end_text: str | None) -> Thinking:
+    """Return the markers and the forced text as tokens.
+
+    Raises:
+        ValueError: a marker is no single token, or the text cannot be forced.
+    """
+    closing = next(text for text in format_.closings if end_text is None or end_text.endswith(text))
+    start, end = _token_of(tokenizer, format_.openings[-1]), _token_of(tokenizer, closing)
+    text = (end_text or closing).removesuffix(closing)
+    body = _ids(tokenizer, text)
+    special = next((each for each in getattr(tokenizer, "special_texts", {}) if each in text), None)
+    if special is not None or {start, end} & set(body):
+        raise ValueError(f"it has {special or 'a marker'} before its end")
+    if len(body) >= MAX_FORCED:
+        raise ValueError(f"it has {len(body) + 1} tokens, more than {MAX_FORCED}")
+    return Thinking(start, end, (*body, end))
 
 
 def _token_of(tokenizer: Any, marker: str) -> int:
     specials = getattr(tokenizer, "special_texts", {})
     ids = [specials[marker]] if marker in specials else _ids(tokenizer, marker)
     if len(ids) != 1:
-        raise ValueError(f"expected a tokenizer with a token {marker}, which is {len(ids)} tokens here")
+        raise ValueError(f"the marker {marker} of its reasoning is no single token")
     return ids[0]
 
 
 def _ids(tokenizer: Any, text: str) -> list[int]:
-    """Return the tokens of a text without those that the tokenizer adds.
-
-    Raises:
-        ValueError: the text has a special token.
-    """
-    special = next((each for each in getattr(tokenizer, "special_texts", {}) if each in text), None)
-    if special is not None:
-        raise ValueError(f"expected no special token in it but the marker, found {special}")
+    """Return the tokens of a text without those that the tokenizer adds."""
     return [token for token in tokenizer.encode(text) if token not in tokenizer.hidden_ids] if text else []

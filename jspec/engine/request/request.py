@@ -293,7 +293,7 @@ class Completion:
         others: with ``n`` > 1, the second and later completions of the prompt; else empty.
         reasoning: of a chat, the reasoning before the answer, which ``text`` then lacks and ``pieces`` have; None: the
             chat template has none of the formats of `jspec.engine.reading.reasoning`, the tokenizer cannot show their
-            markers, a grammar leaves no room for it, or this is no chat.
+            markers, a grammar leaves no room for it and does not wait for it, or this is no chat.
     """
 
     text: str | None

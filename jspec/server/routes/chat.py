@@ -111,7 +111,9 @@ class ChatAnswer(Answer):
         self._template = template_of(service.engine.tokenizer)
         self._reasoning = reasoning.format_name(self._template, service.settings.reasoning_parser)
         grammars = [str(ask.params[field]) for field in GRAMMARS if field in ask.params]
-        self._reasons = service.settings.reasoning and may_reason(self._reasoning, grammars)
+        self._can_reason = service.settings.reasoning and self._reasoning is not None
+        self._reasons = self._can_reason and may_reason(self._reasoning, grammars)
+        self._grammar_waits = False  # for the end of the reasoning, so that a grammar leaves room for this
         self._choice = self._read_tools(service, ask)
         self._has_auto_grammar = is_needed(self._choice, ask.own.get("parallel_tool_calls"))
         super().__init__(service, ask)
@@ -162,14 +164,17 @@ class ChatAnswer(Answer):
         if self._choice.mode == "none" and not self._reasons:
             return None
         end, prefill = self._prompt_texts(prompt)
-        name, reasoning_name = self.service.settings.tool_parser, self._reasoning if self._reasons else None
-        return parser_for(self._template, name, self._choice, reasoning_name, prompt=end, prefill=prefill)
+        name, thought = self.service.settings.tool_parser, self._reasoning if self._reasons else None
+        waits = self._grammar_waits
+        return parser_for(self._template, name, self._choice, thought, prompt=end, prefill=prefill, grammar_waits=waits)
 
     def make_requests(self) -> list[Request]:
         ids = render(self.service.engine.tokenizer, self.own)
         if self._has_auto_grammar:
             self.params = replace(self.params, grammar=self._auto_grammar(ids))
         request = self.service.engine.prepare(ids, self.params, trace=self.is_traced)
+        self._grammar_waits = self._can_reason and request.thinking.grammar_waits
+        self._reasons |= self._grammar_waits
         self._messages = {index: ChatMessage(self._parser(ids)) for index in range(self.n)}
         return [request]
 
