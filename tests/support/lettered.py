@@ -11,11 +11,12 @@ from jspec.engine.text.tokenizer import Tokenizer
 from tests.support import costs, engines, paper, tiny
 
 END, MARK = 0, 14
+CLOSE, OPEN = 10, 14  # the markers of reasoning in `THINKING_TEXTS`
 TEXTS: list[bytes | None] = [
     None, b"a", b"b", b"ab", b"ba", b"{", b"}", b"1", b"12", b",", b'"', b"\xc3", b"\xa9", b"c", None, b"aab",
 ]  # fmt: skip
-THINKING_TEXTS: list[bytes | None] = [  # the markers of reasoning are the tokens 14 and 10
-    {10: b"</think>", 14: b"<think>"}.get(token, text) for token, text in enumerate(TEXTS)
+THINKING_TEXTS: list[bytes | None] = [
+    {CLOSE: b"</think>", OPEN: b"<think>"}.get(token, text) for token, text in enumerate(TEXTS)
 ]
 JSON_TEXTS: list[bytes | None] = [  # two tokens have equal texts
     None, b" ", b"{", b"}", b"[", b"]", b'"', b":", b",", b"a",

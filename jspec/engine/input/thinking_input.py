@@ -114,9 +114,9 @@ def _read(tokenizer: Any, format_: ReasoningFormat, end_text: str | None) -> Thi
     closing = next(text for text in format_.closings if end_text is None or end_text.endswith(text))
     start, end = _token_of(tokenizer, format_.openings[-1]), _token_of(tokenizer, closing)
     text = (end_text or closing).removesuffix(closing)
-    body = _ids(tokenizer, text)
     special = next((each for each in getattr(tokenizer, "special_texts", {}) if each in text), None)
-    if special is not None or {start, end} & set(body):
+    body = [] if special else _ids(tokenizer, text)
+    if special or {start, end} & set(body):
         raise ValueError(f"it has {special or 'a marker'} before its end")
     if len(body) >= MAX_FORCED:
         raise ValueError(f"it has {len(body) + 1} tokens, more than {MAX_FORCED}")
