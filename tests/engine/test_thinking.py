@@ -206,6 +206,9 @@ def test_grammar_with_the_end_marker_holds_for_the_whole_output() -> None:
     params = SamplingParams(max_tokens=LENGTH, seed=1, regex="ab</think>c{2}")
     (done,) = chain(LONG).generate([PROMPTS["open"]], params)
     assert done.text == "ab</think>cc"
+    (broken,) = chain(LONG).generate([PROMPTS["open"]], replace(params, thinking_budget=0))
+    with pytest.raises(ValueError, match="after 3 tokens .*; ban fewer, or words of one token; or leave thinking_bud"):
+        broken.raise_for_error()
 
 
 def test_engine_without_controls_refuses_a_budget_by_name() -> None:

@@ -92,6 +92,18 @@ def test_schema_after_reasoning_that_the_answer_begins_needs_a_budget(http: http
     assert "reasoning_content" not in without and json.loads(without["content"])["x"] in (1, 2)
 
 
+def test_strict_tools_that_the_model_need_not_call_keep_a_budget(http: httpx.Client) -> None:
+    """Their grammar has the reasoning itself."""
+    pytest.importorskip("llguidance")
+    call = f'<tool_call>{{"name": "f", "arguments": {ANSWER}}}</tool_call>'
+    strict = {"type": "function", "function": {**TOOL["function"], "strict": True}}
+    for budget, thought in ((BUDGET, first_tokens(THOUGHT, BUDGET)), (70, THOUGHT.rstrip())):
+        fields = dict(tools=[strict], thinking_token_budget=budget, max_tokens=160)
+        message, _ = chat(http, f"{THOUGHT}[/THINK]{call}", **fields, **INSIDE)
+        assert message["reasoning_content"] == thought
+        assert [json.loads(each["function"]["arguments"]) for each in message["tool_calls"]] == [{"x": 1}]
+
+
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_streams_and_completions_of_several_prompts_keep_the_budget(http: httpx.Client, is_stream: bool) -> None:
     specials = engine().tokenizer.special_texts

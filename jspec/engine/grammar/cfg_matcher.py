@@ -191,8 +191,8 @@ class Matcher:
             if not (self._parser.is_accepting() if is_end else self._parser.consume_token(token)):
                 raise ValueError(
                     f"{self.grammar.source}: after {self.count} tokens no token that the grammar allows was left: its "
-                    "texts cannot be continued in the tokenizer's tokens, or allowed_token_ids, bad_words or the "
-                    f"engine's logits_processor banned them{_reason_in_brackets(self._parser)}"
+                    "texts cannot be continued in the tokenizer's tokens, or allowed_token_ids, bad_words, a thinking "
+                    f"budget or the engine's logits_processor banned them{_reason_in_brackets(self._parser)}"
                 )
             self.count += 1
 

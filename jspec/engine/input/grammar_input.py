@@ -203,4 +203,5 @@ def follow(request: Request) -> None:
             raise ValueError(
                 f"{request.grammar.source}: after {count} tokens bad_words={request.params.bad_words!r} or the "
                 "engine's logits_processor banned every token that the grammar allows; ban fewer, or words of one token"
+                + ("" if request.params.thinking_budget is None else "; or leave thinking_budget out")
             )
