@@ -81,6 +81,18 @@ def test_schema_and_forced_tools_begin_after_the_reasoning_of_the_prompt(
     assert "reasoning_content" not in outside
 
 
+def test_chat_of_the_engine_has_the_reasoning_before_a_schema_apart() -> None:
+    fields: dict[str, Any] = dict(max_tokens=80, temperature=0, json_schema=SCHEMA)
+    with telling(engine(), f"{THOUGHT}[/THINK]{ANSWER}"):
+        (done,) = engine().chat(USER, **fields, **INSIDE)
+        chunks = list(engine().chat_stream(USER, **fields, **INSIDE, thinking_budget=BUDGET))
+        (outside,) = engine().chat(USER, **fields)
+    assert (done.reasoning, done.text) == (THOUGHT.rstrip(), ANSWER)
+    assert "".join(chunk.reasoning or "" for chunk in chunks) == first_tokens(THOUGHT, BUDGET)
+    assert json.loads("".join(chunk.text or "" for chunk in chunks))["x"] in (1, 2)
+    assert outside.reasoning is None and json.loads(outside.text)["x"] in (1, 2)
+
+
 def test_schema_after_reasoning_that_the_answer_begins_needs_a_budget(http: httpx.Client) -> None:
     told = f"[THINK]{THOUGHT}[/THINK]{ANSWER}"
     message, _ = chat(http, told, response_format=FORMAT, thinking_token_budget=BUDGET)
