@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -111,9 +112,7 @@ class ChatAnswer(Answer):
         self._template = template_of(service.engine.tokenizer)
         self._reasoning = reasoning.format_name(self._template, service.settings.reasoning_parser)
         grammars = [str(ask.params[field]) for field in GRAMMARS if field in ask.params]
-        self._can_reason = service.settings.reasoning and self._reasoning is not None
-        self._reasons = self._can_reason and may_reason(self._reasoning, grammars)
-        self._grammar_waits = False  # for the end of the reasoning, so that a grammar leaves room for this
+        self._reasons = service.settings.reasoning and may_reason(self._reasoning, grammars)
         self._choice = self._read_tools(service, ask)
         self._has_auto_grammar = is_needed(self._choice, ask.own.get("parallel_tool_calls"))
         super().__init__(service, ask)
@@ -147,7 +146,7 @@ class ChatAnswer(Answer):
         is_parallel = self.own.get("parallel_tool_calls")
         return auto_grammar(self._choice, format_name, shown, is_parallel, format_, has_begun=has_begun)
 
-    def _prompt_texts(self, prompt: list[int]) -> tuple[str, str]:
+    def _prompt_texts(self, prompt: Sequence[int]) -> tuple[str, str]:
         """Return the text of a prompt or of its end, and the beginning of the answer that it has."""
         tokenizer, prefill = self.service.engine.tokenizer, ""
         assert tokenizer is not None
@@ -155,17 +154,13 @@ class ChatAnswer(Answer):
             prefill = self.own["messages"][-1].get("content") or ""
         return prompt_text(tokenizer, prompt, is_whole=prefill != ""), prefill
 
-    def _parser(self, prompt: list[int]) -> OutputParser | None:
-        """Return what splits the text of one completion; None: all of it is content.
-
-        Args:
-            prompt: token ids of the prompt.
-        """
+    def _parser(self, request: Request) -> OutputParser | None:
+        """Return what splits the text of one completion of a request; None: all of it is content."""
         if self._choice.mode == "none" and not self._reasons:
             return None
-        end, prefill = self._prompt_texts(prompt)
+        end, prefill = self._prompt_texts(request.prompt_token_ids)
         name, thought = self.service.settings.tool_parser, self._reasoning if self._reasons else None
-        waits = self._grammar_waits
+        waits = request.thinking.grammar_waits
         return parser_for(self._template, name, self._choice, thought, prompt=end, prefill=prefill, grammar_waits=waits)
 
     def make_requests(self) -> list[Request]:
@@ -173,9 +168,9 @@ class ChatAnswer(Answer):
         if self._has_auto_grammar:
             self.params = replace(self.params, grammar=self._auto_grammar(ids))
         request = self.service.engine.prepare(ids, self.params, trace=self.is_traced)
-        self._grammar_waits = self._can_reason and request.thinking.grammar_waits
-        self._reasons |= self._grammar_waits
-        self._messages = {index: ChatMessage(self._parser(ids)) for index in range(self.n)}
+        if request.thinking.grammar_waits:  # for the end of the reasoning, so it leaves room for this
+            self._reasons = self.service.settings.reasoning and self._reasoning is not None
+        self._messages = {index: ChatMessage(self._parser(request)) for index in range(self.n)}
         return [request]
 
     def body(self, outputs: Any) -> dict[str, Any]:
