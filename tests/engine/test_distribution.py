@@ -22,7 +22,7 @@ from tests.reference import decoder, processors
 from tests.reference.thinking import Budget
 from tests.support import tiny
 from tests.support.arrays import on_device
-from tests.support.lettered import Lettered
+from tests.support.lettered import Thoughtful
 
 pytestmark = pytest.mark.once
 
@@ -35,15 +35,6 @@ CONTROLS = {
 }
 START, END, ENDING = 3, 2, [1, 4, 2]  # markers of reasoning, which the prompt begins, and tokens that end it
 THINKING = dict(temperature=1.0, thinking_budget=1)
-
-
-class Markers(Lettered):
-    """A tokenizer of five tokens, of which two are the markers of reasoning."""
-
-    chat_template = "<think></think>"
-
-    def __init__(self) -> None:
-        super().__init__([b"a", b"b", b"</think>", b"<think>", b"c"])
 
 
 @cache
@@ -120,7 +111,7 @@ def make(target, drafter, accept: str) -> Engine:
         page_size=8,
         buckets=(64,),
         prefill_buckets=(64,),
-        tokenizer=Markers(),
+        tokenizer=Thoughtful([b"a", b"b", b"</think>", b"<think>", b"c"]),
         grammar_cells=0,
         thinking_end="bc</think>",
         eos_ids=(),

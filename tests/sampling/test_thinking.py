@@ -25,7 +25,7 @@ from jspec.sampling import penalties, thinking
 from tests.reference.thinking import Budget
 from tests.sampling.test_penalties import DEPTH, NODES, ROWS, VOCAB, admit, context, random_case, view_of
 from tests.support.arrays import on_device
-from tests.support.lettered import Lettered
+from tests.support.lettered import Lettered, Thoughtful
 
 pytestmark = pytest.mark.once
 
@@ -33,18 +33,11 @@ START, END = 4, 7  # tokens that the random texts have often
 TEXT = (1, 5, END)
 
 
-class Markers(Lettered):
-    """A tokenizer of letters, of which two are the markers of reasoning."""
-
-    chat_template = "<think></think>"
-
-    def __init__(self) -> None:
-        named = {START: b"<think>", END: b"</think>"}
-        super().__init__([named.get(token, bytes([ord("a") + token])) for token in range(VOCAB)])
+TEXTS = [{START: b"<think>", END: b"</think>"}.get(token, bytes([ord("a") + token])) for token in range(VOCAB)]
 
 
 def thinking_input() -> ThinkingInput:
-    return ThinkingInput(Markers(), "bf</think>")
+    return ThinkingInput(Thoughtful(TEXTS), "bf</think>")
 
 
 def check_nodes(run: Any, seed: int, *, chain: bool) -> None:
@@ -145,7 +138,7 @@ def test_state_on_the_device_is_that_of_the_host(begun: int, path: list[int]) ->
 
 
 def test_reasoning_has_begun_if_the_last_start_marker_follows_every_special_token() -> None:
-    tokenizer = Markers()
+    tokenizer = Thoughtful(TEXTS)
     tokenizer.hidden_ids = frozenset({9})
     made, params = ThinkingInput(tokenizer, None), SamplingParams(thinking_budget=1)
     begun = {(1, START, 2, 3): 2, (START,): 0, (1, 2): WAITS, (START, 2, END, 3): WAITS, (END, START): 0}
@@ -160,19 +153,17 @@ def test_reasoning_has_begun_if_the_last_start_marker_follows_every_special_toke
         assert made.of(SamplingParams(regex=own), [START]) == Thinking(), "the grammar reads the reasoning itself"
 
 
-class Special(Markers):
-    """Like `Markers`, with a special token."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.special_texts, self.hidden_ids = {"<s>": 0}, frozenset({0})
+def with_special_token() -> Thoughtful:
+    tokenizer: Any = Thoughtful(TEXTS)
+    tokenizer.special_texts, tokenizer.hidden_ids = {"<s>": 0}, frozenset({0})
+    return tokenizer
 
 
 ENDS: list[tuple[Any, str | None, str]] = [
-    (Markers(), "so", r"^thinking_end: expected .*, got 'so', but it ends with none of </think>, <\|end\|>"),
-    (Markers(), "a<think>b</think>", "but it has a marker before its end"),
-    (Markers(), "a" * 64 + "</think>", "but it has 65 tokens, more than 64"),
-    (Special(), "<s></think>", "but it has <s> before its end"),
+    (Thoughtful(TEXTS), "so", r"^thinking_end: expected .*, got 'so', but it ends with none of </think>, <\|end\|>"),
+    (Thoughtful(TEXTS), "a<think>b</think>", "but it has a marker before its end"),
+    (Thoughtful(TEXTS), "a" * 64 + "</think>", "but it has 65 tokens, more than 64"),
+    (with_special_token(), "<s></think>", "but it has <s> before its end"),
     (ByteTokenizer(), "[/THINK]", r"but the marker \[THINK\] of its reasoning is no single token"),
     (None, "</think>", "but this engine has no tokenizer"),
 ]
@@ -182,7 +173,9 @@ ENDS: list[tuple[Any, str | None, str]] = [
 def test_text_that_cannot_end_reasoning_is_refused(tokenizer: Any, text: str, error: str) -> None:
     with pytest.raises(ValueError, match=error):
         ThinkingInput(tokenizer, text)
-    assert ThinkingInput(Markers(), "a" * 63 + "</think>").of(SamplingParams(thinking_budget=1), [1]).forced[62:] == (
+    assert ThinkingInput(Thoughtful(TEXTS), "a" * 63 + "</think>").of(SamplingParams(thinking_budget=1), [1]).forced[
+        62:
+    ] == (
         0,
         END,
     )

@@ -61,12 +61,12 @@ def tokenizer() -> Tokenizer:
 
 
 class Thoughtful(Lettered):
-    """A tokenizer of a model that reasons."""
+    """A tokenizer of a model that reasons between <think> and </think>, which are two of the texts."""
 
     chat_template = "<think></think>"
 
-    def __init__(self) -> None:
-        super().__init__(THINKING_TEXTS)
+    def __init__(self, texts: Sequence[bytes | None] = THINKING_TEXTS) -> None:
+        super().__init__(texts)
 
 
 @cache
