@@ -86,10 +86,14 @@ class EngineConfig:
             None: a half and a quarter of the tree's nodes.
 
     Attributes, requests:
-        controls: allow requests with penalties, logit_bias, bad_words, allowed_token_ids, min_tokens or a grammar. This
-            takes 8 bytes of memory per slot and vocabulary token, and takes time only in steps with such a request.
+        controls: allow requests with penalties, logit_bias, bad_words, allowed_token_ids, min_tokens, a thinking budget
+            or a grammar. This takes 8 bytes of memory per slot and vocabulary token, and takes time only in steps with
+            such a request.
         grammar_cells: largest number of cells (states x token classes) of a grammar table; 0: no grammar tables. An
             engine with a tokenizer has one table per slot, with 2 bytes per cell and 2 bytes per vocabulary token.
+        thinking_end: text of at most 64 tokens that ends the reasoning of a request whose thinking budget is used up.
+            It ends with the end marker of a format of `jspec.engine.reading.reasoning`, such as </think>. None: this
+            marker of the chat template's format alone.
         processor_args: number of values that a request may pass to the engine's ``logits_processor``.
         logprobs_mode: kind of log-probabilities reported for emitted tokens: "raw_logprobs" (the model's own) or
             "processed_logprobs" (after penalties, temperature, top-k, top-p and min-p; for greedy requests after
@@ -146,6 +150,7 @@ class EngineConfig:
 
     controls: bool = True
     grammar_cells: int = 2**18
+    thinking_end: str | None = None
     processor_args: int = 0
     logprobs_mode: str = "raw_logprobs"
     seed: int = 0
@@ -274,6 +279,7 @@ CHECKS: dict[str, Check] = {
     ),
     "seed": ("an int >= 0", lambda value: _is_int(value) and value >= 0),
     "grammar_cells": _int_from(0),
+    "thinking_end": ("None or a text", lambda value: value is None or (isinstance(value, str) and value != "")),
     "processor_args": _int_from(0),
     "prefill_budget": _none_or(_int_from(1)),
     "cached_states": _none_or(_int_from(0)),

@@ -38,6 +38,7 @@ class EngineOptions(TypedDict, total=False):
     draft_nodes: tuple[int, ...] | None
     controls: bool
     grammar_cells: int
+    thinking_end: str | None
     processor_args: int
     logprobs_mode: str
     seed: int

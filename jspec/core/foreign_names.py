@@ -136,6 +136,10 @@ FOREIGN_NAMES: dict[str, str] = {
     "sampling_seed": "seed=",
     "use_tqdm": "progress=",
     "streamer": "Engine.stream",
+    **dict.fromkeys(("thinking_token_budget", "max_thinking_tokens", "budget_tokens"), "thinking_budget="),
+    **dict.fromkeys(
+        ("reasoning_budget", "reasoning_config"), "thinking_budget= of a request, and thinking_end= of Engine"
+    ),
     "enable_thinking": TEMPLATE,
     "thinking": TEMPLATE,
     "reasoning_effort": TEMPLATE,

@@ -88,12 +88,12 @@ class AcceptedPath:
 
 @struct.dataclass
 class Controls:
-    """The penalties, bad words, logit bias and grammar state of each slot (`jspec.sampling.penalties`).
+    """The penalties, bad words, logit bias, grammar and reasoning of each slot (`jspec.sampling.penalties`).
 
     If a slot's ``used`` is False, its other fields are undefined, except ``prompt_size`` and ``processor_args``.
     """
 
-    used: Bool[Array, "slots"]  # whether the slot's request has penalties, bad words, a bias or a grammar
+    used: Bool[Array, "slots"]  # whether the slot's request edits logits, with penalties or a grammar for instance
     repetition: Float[Array, "slots"]  # repetition penalty; 1: off
     presence: Float[Array, "slots"]  # presence penalty; 0: off
     frequency: Float[Array, "slots"]  # frequency penalty; 0: off
@@ -104,9 +104,18 @@ class Controls:
     bias: Float[Array, "slots vocab"]  # bias added to the logits; -inf: banned for the whole request
     counts: Int[Array, "slots vocab"]  # 2 x (occurrences in the output with the root) + (1 if in the prompt, else 0)
     table: Int[Array, "slots"]  # index into `Grammars`; undefined where ``grammar_state`` is -1
-    grammar_state: Int[Array, "slots"]  # grammar state after the root; -1: no grammar
+    grammar_state: Int[Array, "slots"]  # grammar state after the root (`jspec.sampling.grammar_mask`); -1: no grammar
+    thought: Int[Array, "slots"]  # state of the reasoning after the root (`jspec.sampling.thinking`)
+    think_markers: Int[Array, "slots 2"]  # tokens with which reasoning begins and ends
+    thinking_budget: Int[Array, "slots"]  # count of reasoning tokens at which its end is forced; -1: never
+    forced: Int[Array, "slots text"]  # the forced text, which ends with ``think_end``; then padding
+    forced_size: Int[Array, "slots"]  # number of its tokens
     prompt_size: Int[Array, "slots"]  # number of prompt tokens, for a user's logits processor
     processor_args: Float[Array, "slots args"]  # values that the request passes to the logits processor
+
+    def rows(self, slots: Int[Array, "batch"]) -> Controls:
+        """Return the controls of each row of a batch; padding rows have zeros."""
+        return jax.tree.map(lambda field: field.at[slots].get(mode="fill", fill_value=0), self)
 
 
 @struct.dataclass

@@ -2,8 +2,9 @@
 
 `jspec.engine.grammar.token_table` makes the tables. The grammar state of a draft node follows from the state of its
 parent. A token that violates a grammar leads to `NO_STATE`, after which every token is allowed. This does no harm,
-because the violating token has logit -inf at its parent. If a grammar fits into no table, the host computes token masks
-(`jspec.engine.grammar.cfg_matcher`).
+because the violating token has logit -inf at its parent. A grammar that waits for the end of the request's reasoning
+(`jspec.sampling.thinking`) has two more states, which allow what comes before. If a grammar fits into no table, the
+host computes token masks (`jspec.engine.grammar.cfg_matcher`).
 
 Every grammar state allows some token, because it can reach the grammar's end. But bad words of several tokens may ban
 all allowed tokens, and a mask from the host may allow none. Then only stop ids are allowed, and a stop id in a state
@@ -12,6 +13,8 @@ that is not final tells the host that no token was left.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +22,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jspec.core.bitmask import EVERYTHING, WORD, words_of
 from jspec.core.records import Controls, Grammars, SlotView
+from jspec.core.thinking import AT_START, INSIDE
 
 NO_STATE = -1  # grammar state of a row without a grammar, and after a token that violates the grammar
 
@@ -68,14 +72,21 @@ def load(grammars: Grammars, packed: Int[Array, "packed"]) -> Grammars:
 
 
 def follow(
-    grammars: Grammars, table: Int[Array, "batch"], state: Int[Array, "batch *more"], token: Int[Array, "batch *more"]
+    grammars: Grammars, row: Controls, state: Int[Array, "batch *more"], token: Int[Array, "batch *more"]
 ) -> Int[Array, "batch *more"]:
-    """Return the grammar state that follows each given state and token; a negative token leaves the state unchanged."""
-    table = table.reshape(-1, *(1,) * (state.ndim - 1))
+    """Return the grammar state that follows each given state and token; a negative token leaves the state unchanged.
+
+    Args:
+        row: controls of each row.
+    """
+    fields = row.table, row.think_markers[:, 0], row.think_markers[:, 1]
+    table, start, end = (field.reshape(-1, *(1,) * (state.ndim - 1)) for field in fields)
     column = grammars.class_of[table, jnp.maximum(token, 0)].astype(jnp.int32)
     cell = jnp.maximum(state, 0) * grammars.classes[table].astype(jnp.int32) + column
     next_state = grammars.next[table, cell].astype(jnp.int32)
-    return jnp.where((token < 0) | (state < 0), state, next_state)
+    begins = ((state == AT_START) & (token == start)) | ((state == INSIDE) & (token != end))
+    next_state = jnp.where(begins, INSIDE, jnp.where(state == INSIDE, 0, next_state))
+    return jnp.where((token < 0) | (state == NO_STATE), state, next_state)
 
 
 def states(view: SlotView, path: Int[Array, "batch nodes depth"]) -> Int[Array, "batch nodes"]:
@@ -85,9 +96,9 @@ def states(view: SlotView, path: Int[Array, "batch nodes depth"]) -> Int[Array, 
     """
     assert view.controls is not None and view.grammars is not None
     row = _rows(view.controls, view)
-    state = jnp.broadcast_to(row[1][:, None], path.shape[:2])
+    state = jnp.broadcast_to(row.grammar_state[:, None], path.shape[:2])
     for index in range(path.shape[-1]):
-        state = follow(view.grammars, row[0], state, path[..., index])
+        state = follow(view.grammars, row, state, path[..., index])
     return state
 
 
@@ -100,19 +111,21 @@ def apply_grammars(
         path: token ids on the path to each node (`jspec.sampling.penalties.node_paths`).
     """
     assert view.controls is not None and view.grammars is not None
-    grammars, (table, root_state) = view.grammars, _rows(view.controls, view)
-    vocab = logits.shape[-1]
+    grammars, row = view.grammars, _rows(view.controls, view)
+    table, vocab = row.table, logits.shape[-1]
 
     def allowed() -> UInt32[Array, "batch nodes words"]:
         state = states(view, path)[..., None]
         cell = jnp.maximum(state, 0) * grammars.classes[table].astype(jnp.int32)[:, None, None]
         cell = cell + grammars.class_of[table].astype(jnp.int32)[:, None]
-        is_allowed = (state < 0) | (grammars.next[table[:, None, None], cell] >= 0)
+        is_start = (state == AT_START) & (jnp.arange(vocab) == row.think_markers[:, :1, None])
+        is_allowed = (state == NO_STATE) | (state == INSIDE) | is_start
+        is_allowed |= grammars.next[table[:, None, None], cell] >= 0
         return _to_bits(_or_stop_ids(is_allowed, logits, view))
 
     everything = jnp.full((*logits.shape[:2], words_of(vocab)), EVERYTHING)
     # A conditional copies its result; packed bits keep this copy small.
-    bits = jax.lax.cond(jnp.any(root_state >= 0), allowed, lambda: everything)
+    bits = jax.lax.cond(jnp.any(row.grammar_state != NO_STATE), allowed, lambda: everything)
     return jnp.where(_from_bits(bits, vocab), logits, -jnp.inf)
 
 
@@ -132,13 +145,10 @@ def _or_stop_ids(
     return jnp.where(has_token, is_allowed, is_stop[:, None])
 
 
-def _rows(controls: Controls, view: SlotView) -> tuple[Int[Array, "batch"], Int[Array, "batch"]]:
-    """Return the index of each row's grammar table, and the row's grammar state after the root."""
-    table, state, used = (
-        field.at[view.slots].get(mode="fill", fill_value=0)
-        for field in (controls.table, controls.grammar_state, controls.used)
-    )
-    return table, jnp.where(used & view.active, state, NO_STATE)
+def _rows(controls: Controls, view: SlotView) -> Controls:
+    """Return the controls of each row; the grammar state of rows without a grammar is `NO_STATE`."""
+    row = controls.rows(view.slots)
+    return replace(row, grammar_state=jnp.where(row.used & view.active, row.grammar_state, NO_STATE))
 
 
 def _to_bits(flags: Bool[Array, "batch nodes vocab"]) -> UInt32[Array, "batch nodes words"]:

@@ -5,9 +5,10 @@ and its ancestors count as generated tokens. Therefore drafting changes no token
 top-k, top-p and min-p follow in `jspec.sampling.sampler.process`.
 
 The order of the edits is that of transformers' processors: bias, repetition penalty, presence and frequency penalties,
-bad words, minimum length, allowed tokens and grammar (`jspec.sampling.grammar_mask`). The user's processor
-(`jspec.sampling.logits_processor`) runs last. No edit allows a token that an earlier edit has banned. Tokens banned for
-the whole request (single-token bad words, tokens not in allowed_token_ids) have -inf in the logit bias.
+bad words, minimum length, allowed tokens and grammar (`jspec.sampling.grammar_mask`); then the user's processor
+(`jspec.sampling.logits_processor`), and last the thinking budget (`jspec.sampling.thinking`). No edit but the last one
+allows a token that an earlier edit has banned. Tokens banned for the whole request (single-token bad words, tokens not
+in allowed_token_ids) have -inf in the logit bias.
 
 A slot's token counts are computed when its request is admitted, and updated with every committed token. The tokens on
 the path to a draft node are counted when the node's logits are edited. In a step whose rows use no controls, only the
@@ -28,7 +29,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jspec.core.prompt_blocks import NO_TOKEN
 from jspec.core.records import AncestorMask, Controls, Draft, SlotView
-from jspec.sampling import grammar_mask, logits_processor
+from jspec.core.thinking import ENDED, MAX_FORCED
+from jspec.sampling import grammar_mask, logits_processor, thinking
 from pallas_kernels.layers.partial_sums import PartialSums, reduce_partials
 from pallas_kernels.layers.shard import OwnColumns
 
@@ -36,6 +38,7 @@ MAX_BAD_WORDS = 128  # largest number of bad words of several tokens per request
 MAX_BAD_WORD_TOKENS = 16
 LOOK_BACK = MAX_BAD_WORD_TOKENS - 1  # number of newest tokens to compare with the beginning of a bad word
 Decision = tuple[Int[Array, "batch"], Int[Array, "batch"]]  # the last accepted node, and the token after it
+EARLY = -2  # instead of a forced token: the node forces none, and is before the minimum length
 IN_PROMPT, GENERATED = (
     1,
     2,
@@ -64,6 +67,11 @@ def unused(slots: int, vocab: int, args: int = 0) -> Controls:
         counts=jnp.zeros((slots, vocab), jnp.int32),
         table=jnp.zeros(slots, jnp.int32),
         grammar_state=jnp.full(slots, grammar_mask.NO_STATE, jnp.int32),
+        thought=jnp.full(slots, ENDED, jnp.int32),
+        think_markers=jnp.full((slots, 2), NO_TOKEN, jnp.int32),
+        thinking_budget=jnp.full(slots, -1, jnp.int32),
+        forced=jnp.full((slots, MAX_FORCED), NO_TOKEN, jnp.int32),
+        forced_size=jnp.zeros(slots, jnp.int32),
         prompt_size=jnp.zeros(slots, jnp.int32),
         processor_args=jnp.zeros((slots, max(args, 1)), jnp.float32),
     )
@@ -113,7 +121,7 @@ def advance(
     count: Int[Array, "batch"],
     grammar_state: Int[Array, "batch"] | None,
 ) -> Controls:
-    """Update each slot's token counts, recent tokens and grammar state with the tokens that the slot has emitted.
+    """Update each slot's token counts and grammar state with the tokens that the slot has emitted.
 
     Args:
         slots: slot index of each row.
@@ -123,17 +131,26 @@ def advance(
     """
     is_committed = jnp.arange(tokens.shape[1]) < count[:, None]
     rows = jnp.where(is_committed, slots[:, None], controls.used.shape[0])
-    history = jnp.concatenate([controls.recent.at[slots].get(mode="fill", fill_value=NO_TOKEN), tokens], axis=1)
-    recent = jnp.take_along_axis(history, count[:, None] + jnp.arange(LOOK_BACK), axis=1)
     if grammar_state is not None:
         moved = jnp.where(count > 0, slots, controls.used.shape[0])
         states = controls.grammar_state.at[moved].set(grammar_state, mode="drop")
         controls = replace(controls, grammar_state=states)
-    return replace(
-        controls,
-        counts=controls.counts.at[rows, tokens].add(GENERATED, mode="drop"),
-        recent=controls.recent.at[slots].set(recent, mode="drop"),
-    )
+    return replace(controls, counts=controls.counts.at[rows, tokens].add(GENERATED, mode="drop"))
+
+
+def text_after(
+    controls: Controls, slots: Int[Array, "batch"], tokens: Int[Array, "batch new"], count: Int[Array, "batch"]
+) -> dict[str, Int[Array, "batch ..."]]:
+    """Return the new rows of the other fields that change with the text, by name; the caller stores them.
+
+    Args:
+        slots: slot index of each row.
+        tokens: new tokens of each row, then `NO_TOKEN`.
+        count: number of new tokens of each row.
+    """
+    history = jnp.concatenate([controls.recent.at[slots].get(mode="fill", fill_value=NO_TOKEN), tokens], axis=1)
+    recent = jnp.take_along_axis(history, count[:, None] + jnp.arange(LOOK_BACK), axis=1)
+    return dict(recent=recent, thought=thinking.states(controls.rows(slots), tokens[:, None])[:, 0])
 
 
 def node_paths(draft: Draft, ancestor_mask: AncestorMask, depth: int) -> Int[Array, "batch nodes depth"]:
@@ -215,21 +232,28 @@ def apply_penalties(
         path: token ids on the path to each node (`node_paths`), without the root; the slot's counts include the root.
     """
     assert view.controls is not None
-    row: Controls = jax.tree.map(lambda field: field.at[view.slots].get(mode="fill", fill_value=0), view.controls)
+    row = view.controls.rows(view.slots)
     depth = jnp.sum(path != NO_TOKEN, axis=-1)
     edited = _apply_counts(logits + row.bias[:, None], row, path)
     vocab = jnp.arange(logits.shape[-1])
     is_early = view.lengths[:, None] + depth + 1 < row.may_end_at[:, None]
+    forced = thinking.forced_tokens(row, path)
+    forced = jnp.where((forced == NO_TOKEN) & is_early, EARLY, forced)  # one array, so one kernel on a GPU
     for index in range(view.sampling.stop_ids.shape[1]):
         is_stop = vocab == view.sampling.stop_ids[:, None, index, None]
-        edited = jnp.where(is_early[..., None] & is_stop, -jnp.inf, edited)
+        edited = jnp.where((forced == EARLY)[..., None] & is_stop, -jnp.inf, edited)
     edited = jnp.where(row.used[:, None, None], edited, logits)
-    edited = _ban_bad_words(edited, row, path, depth)  # last, in place: all earlier edits are fused into one pass
+    edited = thinking.force(edited, forced)
+    edited = _ban_bad_words(edited, row, path, depth, forced)  # in place: all earlier edits are fused into one pass
+    if view.grammars is None and view.masks is None and view.processor is None:
+        return edited
     if view.grammars is not None:
         edited = grammar_mask.apply_grammars(edited, view, path)
     if view.masks is not None:
         edited = grammar_mask.apply_host_masks(edited, view)
-    return edited if view.processor is None else logits_processor.apply(edited, view, path)
+    if view.processor is not None:
+        edited = logits_processor.apply(edited, view, path)
+    return thinking.force(edited, forced)  # again, over these edits
 
 
 def _apply_counts(
@@ -253,14 +277,19 @@ def _ban_bad_words(
     row: Controls,
     path: Int[Array, "batch nodes depth"],
     depth: Int[Array, "batch nodes"],
+    forced: Int[Array, "batch nodes"],
 ) -> Float[Array, "batch nodes vocab"]:
-    """Set the logit of a bad word's last token to -inf at nodes whose newest tokens are the word's other tokens."""
+    """Set the logit of a bad word's last token to -inf at nodes whose newest tokens are the word's other tokens.
+
+    Args:
+        forced: token that each node forces, which no bad word bans there; negative: it forces none.
+    """
     batch, nodes, _ = path.shape
     history = jnp.concatenate([jnp.broadcast_to(row.recent[:, None], (batch, nodes, LOOK_BACK)), path], axis=-1)
     newest = jnp.take_along_axis(history, depth[..., None] + jnp.arange(LOOK_BACK), axis=-1)
     beginnings = row.bad_beginnings[:, None]
     follows = jnp.all((beginnings == NO_TOKEN) | (beginnings == newest[:, :, None]), axis=-1)
-    follows &= row.used[:, None, None]
+    follows &= row.used[:, None, None] & (forced < 0)[..., None]
     tokens = jnp.where(follows, row.bad_ends[:, None], logits.shape[-1])
     index = jnp.arange(batch)[:, None, None], jnp.arange(nodes)[:, None], tokens
     return logits.at[index].set(-jnp.inf, mode="drop")

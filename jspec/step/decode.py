@@ -206,8 +206,9 @@ def commit_stage(
             history = kv_cache.write_token_history(state.token_history, view.page_table, view.lengths, rows, count)
             written["token_history"] = history
         if state.controls is not None:
+            controls = replace(state.controls, **written["controls"])
             written["controls"] = penalties.advance(
-                state.controls, view.slots, verdict.tokens, verdict.counts, verdict.grammar_state
+                controls, view.slots, verdict.tokens, verdict.counts, verdict.grammar_state
             )
         return replace(state, target=target, draft=draft_state, **written)
 
@@ -222,15 +223,19 @@ def draft_commit_stage(
 
 
 def _advanced(state: SlotState, view: SlotView, verdict: Verdict) -> dict[str, Any]:
-    """Return the fields of the slot state that say how far each slot is, after a round."""
+    """Return the fields of the slot state that say how far each slot is, after a round, and those of its controls."""
     newest = jnp.take_along_axis(verdict.tokens, jnp.maximum(verdict.counts - 1, 0)[:, None], axis=1)[:, 0]
-    updates = dict(
+    updates: dict[str, Any] = dict(
         root=newest,
         lengths=view.lengths + verdict.counts,
         active=view.active & ~verdict.ended,
         remaining=view.remaining - verdict.counts,
     )
     fields = {name: getattr(state, name) for name in updates}
+    if state.controls is not None:
+        tokens = jax.lax.optimization_barrier(verdict.tokens)  # else XLA splits the kernel that computes the updates
+        rows = penalties.text_after(state.controls, view.slots, tokens, verdict.counts)
+        updates["controls"], fields["controls"] = rows, {name: getattr(state.controls, name) for name in rows}
     return scatter_rows(fields, view.slots, updates, implementation=view.implementation)
 
 

@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Int, UInt32
 
 from jspec import verify
 from jspec.core.prefill_input import PrefillInput, PromptPiece
+from jspec.core.prompt_blocks import NO_TOKEN
 from jspec.core.records import PromptBatch, SlotState, SlotView, StepOutput, StepResult, Verdict, of_piece, pack_result
 from jspec.models import kv_cache
 from jspec.models.decoder import TargetOut, forward
@@ -92,19 +93,17 @@ def _begin(
     state = _admit(state, pieces)
     # A slot becomes active only in its last piece, but the view of an inactive slot would be empty.
     view = view_of(replace(state, active=state.active.at[pieces.slot].set(True, mode="drop")), pieces.slot, program)
+    view = replace(view, lengths=pieces.start, remaining=pieces.remaining)  # `_end` writes those after the piece
     return state, pieces, view, _blocks(pieces, tokens, view)
 
 
 @jax.named_scope("admit")
 def _admit(state: SlotState, pieces: PromptPiece) -> SlotState:
-    """Write lengths, pages and sampling parameters of requests into their slots; every piece repeats this."""
-
+    """Write pages and sampling parameters of requests into their slots; every piece repeats this."""
     put = partial(_put, pieces)
     used = state.controls
     return replace(
         state,
-        lengths=put(state.lengths, pieces.start),
-        remaining=put(state.remaining, pieces.remaining),
         page_table=put(state.page_table, pieces.page_row),
         sampling=jax.tree.map(put, state.sampling, pieces.sampling),
         controls=None if used is None else replace(used, used=put(used.used, pieces.controlled == 1)),
@@ -167,7 +166,12 @@ def _first_tokens(
         is_new = (pieces.last == 1) & (pieces.root < 0)
         grammar_state = None if state.grammars is None else grammar_mask.states(view, token[..., None])[:, 0]
         count = is_new.astype(jnp.int32)
-        state = replace(state, controls=penalties.advance(state.controls, view.slots, token, count, grammar_state))
+        new = jnp.where(is_new[:, None], token, NO_TOKEN)
+        rows = penalties.text_after(state.controls, view.slots, new, count)
+        controls = replace(
+            state.controls, **{name: _put(pieces, getattr(state.controls, name), row) for name, row in rows.items()}
+        )
+        state = replace(state, controls=penalties.advance(controls, view.slots, token, count, grammar_state))
     scores = jax.tree.map(lambda x: x[None], scores)
     return state, StepOutput(report=pack_result(verdict, 0 * ones)[None], trace=None, logprobs=scores)
 

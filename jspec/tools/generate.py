@@ -81,7 +81,7 @@ def sampling(arguments: argparse.Namespace, **more: object) -> SamplingParams:
     """
     names = (
         *("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed"),
-        *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+        *("repetition_penalty", "presence_penalty", "frequency_penalty", "thinking_budget"),
     )
     options = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     defaults = {"temperature": 0.0, **model_sampling(arguments.generation_config, arguments.target)}
@@ -129,7 +129,7 @@ def make_engine(arguments: argparse.Namespace, tokenizer: Tokenizer, **options: 
     """
     names = (
         *("dtype", "accept", "quantize", "kv_dtype", "draft_kv_dtype", "draft_window", "tensor_parallel"),
-        "compile_cache",
+        *("compile_cache", "thinking_end"),
     )
     return jspec.Engine.from_pretrained(
         arguments.target,

@@ -23,6 +23,8 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, needs_target: bool =
     target.add_argument("--tokenizer", help='"bytes" for byte-level models, or a folder; default: the target folder\'s')
     about = "jinja template of conversations; default: the tokenizer's"
     target.add_argument("--chat-template", metavar="FILE", help=about)
+    about = "text that ends reasoning at the budget of a request; default: the chat template's end marker"
+    target.add_argument("--thinking-end", metavar="TEXT", help=about)
     about = (
         "folder of the generation_config.json whose sampling holds unless a request says otherwise; "
         f"{NONE}: none; default: {AUTO}, the target's if it has one"
@@ -94,4 +96,5 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--repetition-penalty", type=float, help=f"factor for tokens seen before; {model} 1, off")
     group.add_argument("--presence-penalty", type=float, help="taken from logits of tokens that the output has")
     group.add_argument("--frequency-penalty", type=float, help="the same, times how often the output has the token")
+    group.add_argument("--thinking-budget", type=int, metavar="N", help="reasoning tokens, of models that reason")
     group.add_argument("--seed", type=int, help="seed of the request; with it the output can be repeated")

@@ -31,7 +31,7 @@ def test_engine_config_fields_not_checked_elsewhere_are_in_the_table_of_checks()
 @pytest.mark.parametrize("name", CHECKS)
 def test_engine_config_with_impossible_value_raises_naming_field_and_value(name: str) -> None:
     value: Any = "never" if name != "memory_fraction" else 1.5
-    value = 3 if name == "compile_cache" else value
+    value = 3 if name in ("compile_cache", "thinking_end") else value
     with pytest.raises(ValueError, match=rf"^{name}: expected .*, got {value!r}$"):
         EngineConfig(**{name: value})
 

@@ -33,9 +33,11 @@ from jspec.draft import draft_model, dspark, match_rates
 from jspec.draft.base import DraftState, Params, StatelessDrafter
 from jspec.sampling import sampler
 from tests.reference import decoder, processors
+from tests.reference.thinking import Budget
 from tests.support import tiny
 from tests.support.arrays import on_device
 from tests.support.beside import Known
+from tests.support.lettered import Thoughtful
 
 pytestmark = pytest.mark.once
 
@@ -46,6 +48,8 @@ CONTROLS = {
     "penalised": dict(temperature=1.0, repetition_penalty=1.5, presence_penalty=0.4, frequency_penalty=0.7),
     "banned": dict(temperature=1.2, bad_words=[[2, 2], [3, 1, 2]], logit_bias={3: 1.0}, top_p=0.95),
 }
+START, END, ENDING = 3, 2, [1, 4, 2]  # markers of reasoning, which the prompt begins, and tokens that end it
+THINKING = dict(temperature=1.0, thinking_budget=1)
 
 
 @cache
@@ -101,6 +105,17 @@ def expected_probs(name: str, counted: int = TOKENS) -> np.ndarray:
     return decoder.joint_probs(model(), PROMPT, TOKENS, **CONTROLS[name])
 
 
+@cache
+def thinking_probs() -> np.ndarray:
+    """Compute the joint distribution with a thinking budget by enumerating all texts."""
+    budget = Budget(START, END, ENDING, 1)
+
+    def edit(row: np.ndarray, output: np.ndarray) -> np.ndarray:
+        return budget.edited(row, PROMPT, output.tolist())
+
+    return decoder.joint_probs(model(), PROMPT, TOKENS, edit, temperature=1.0)
+
+
 def make(target, drafter, accept: str) -> Engine:
     return Engine(
         target,
@@ -111,6 +126,10 @@ def make(target, drafter, accept: str) -> Engine:
         page_size=8,
         buckets=(64,),
         prefill_buckets=(64,),
+        tokenizer=Thoughtful([b"a", b"b", b"</think>", b"<think>", b"c"]),
+        grammar_cells=0,
+        thinking_end="bc</think>",
+        eos_ids=(),
         prefill_budget=256,  # texts are short: all slots are filled before a round
         prefix_cache=False,
     )
@@ -190,7 +209,10 @@ def test_sampled_tokens_under_lossless_accept_rules_have_the_target_distribution
     accept, tree = CASES[name]
     drafter = DraftModel(tiny.model(VOCAB, seed=2), tree) if tree.is_chain else Table(tree)
     engine = make(target, drafter, accept)
-    for control, done in zip(CONTROLS, draw(engine, SAMPLES, *CONTROLS.values()), strict=True):
+    *sampled, thinking = draw(engine, SAMPLES, *CONTROLS.values(), THINKING)
+    assert abs(deviation(thinking, thinking_probs())) < 5
+    assert deviation(thinking, expected_probs("plain")) > 20, "negative control: no budget"
+    for control, done in zip(CONTROLS, sampled, strict=True):
         assert np.mean([c.metrics.num_drafts for c in done]) > 1.5, "the samples must span several rounds"
         assert abs(deviation(done, expected_probs(control))) < 5
         if control in ("penalised", "banned"):

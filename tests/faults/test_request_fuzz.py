@@ -83,6 +83,7 @@ FITTING: dict[str, Sequence[Any]] = {  # values that are often allowed, so that 
     "bad_words": (["a"], [[1, 2], "b"], [[token] for token in range(8)]),
     "allowed_token_ids": ([1, 2, 3], range(engines.VOCAB), np.arange(4), [5]),
     "min_tokens": (0, 1, 2),
+    "thinking_budget": (None, 0, 3),  # refused but for None, because the template has no markers
     "processor_args": ((), []),
     "skip_special_tokens": (True, False),
     "visible_special_tokens": (("a",), ["<s>", "b"], ()),

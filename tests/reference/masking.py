@@ -22,6 +22,7 @@ def decoded(
     texts: Sequence[bytes | None] = lettered.TEXTS,
     readers: Mapping[str, Callable[..., bool]] | None = None,
     edit: Callable[[np.ndarray, list[int], list[int]], np.ndarray] = lambda logits, *_: logits,
+    answer: Callable[[list[int], list[int]], tuple[list[int] | None, set[int]]] = lambda _, output: (output, set()),
 ) -> list[int]:
     """Decode a request: for every token compute a pass over the whole text and sample with the project's noise.
 
@@ -32,6 +33,8 @@ def decoded(
         texts: text of every token.
         readers: a recursive-descent reader for each grammar.
         edit: function of the masked logits, the prompt and the output that returns the logits to sample from.
+        answer: function of the prompt and the output that returns the tokens that the grammar reads (None: it allows
+            any token) and tokens that are allowed besides.
     """
     output: list[int] = []
     seed = params.seed if seed is None else seed
@@ -39,13 +42,16 @@ def decoded(
     while len(output) < params.max_tokens and not set(output[-1:]) & stops:
         logits = decoder.logits(engines.target(), np.array([[*prompt, *output]]))[0, -1].astype(np.float32)
         logits = processors.edited(logits, prompt, output, params, sorted(stops))
-        text, allowed = b"".join(texts[token] or b"" for token in output), set(range(engines.VOCAB))
-        if params.regex is not None:
+        (read, more), allowed = answer(prompt, output), set(range(engines.VOCAB))
+        text = b"".join(texts[token] or b"" for token in read or ())
+        if read is None:
+            pass  # before the answer
+        elif params.regex is not None:
             allowed = regular.allowed(params.regex, texts, text, stops)
         elif params.grammar_field is not None:
             assert readers is not None
             allowed = descent.allowed(readers[getattr(params, params.grammar_field)], texts, text, stops)
-        logits[sorted(set(range(engines.VOCAB)) - allowed)] = -np.inf
+        logits[sorted(set(range(engines.VOCAB)) - allowed - more)] = -np.inf
         logits = edit(logits, prompt, output)
         if params.temperature:
             assert seed is not None

@@ -225,7 +225,16 @@ def test_stream_that_fails_raises_the_clients_error(server: serving.Running, cli
         ({"tools": [{"name": "f"}]}, r"tools\[0\]\.input_schema: expected an object"),
         ({"tool_choice": {"type": "any"}}, "tool_choice: expected tools beside it"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "g"}}, "tool_choice: expected names of"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, r"thinking\.type: expected disabled or adaptive"),
+        ({"thinking": {"type": "on"}}, r"thinking\.type: expected one of disabled, adaptive, enabled"),
+        ({"thinking": {"type": "enabled"}}, r"thinking\.budget_tokens: expected an int >= 1024, got None"),
+        (
+            {"thinking": {"type": "enabled", "budget_tokens": 1024}},
+            r"thinking\.budget_tokens: expected less than max_t",
+        ),
+        (
+            {"thinking": {"type": "enabled", "budget_tokens": 1024}, "max_tokens": 1025},
+            r"thinking\.budget_tokens: expected None, because the marker <think> of its reasoning is no single token",
+        ),
         ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "int"}}}}, "output_config: "),
         ({"container": "a"}, "container: expected nothing"),
         ({"extra_body": {"mcp_servers": []}}, "mcp_servers: expected nothing"),

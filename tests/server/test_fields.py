@@ -49,6 +49,8 @@ SERVED: dict[str, tuple[Any, dict[str, Any]]] = {
     "return_token_ids": (True, {}),
     "skip_special_tokens": (False, {"skip_special_tokens": False}),
     "draft": (2, {"draft": 2}),
+    "thinking_token_budget": (0, {"thinking_budget": 0}),
+    "max_thinking_tokens": (9, {"thinking_budget": 9}),
     "jspec": ({"rounds": True, "metrics": True}, {}),
 }
 SERVED_BY = {

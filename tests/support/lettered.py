@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from typing import Any
 
 from jspec import DraftModel, Eagle3, Engine, Tree
 from jspec.engine.text.tokenizer import Tokenizer
 from tests.support import costs, engines, paper, tiny
 
 END, MARK = 0, 14
+CLOSE, OPEN = 10, 14  # the markers of reasoning in `THINKING_TEXTS`
 TEXTS: list[bytes | None] = [
     None, b"a", b"b", b"ab", b"ba", b"{", b"}", b"1", b"12", b",", b'"', b"\xc3", b"\xa9", b"c", None, b"aab",
 ]  # fmt: skip
+THINKING_TEXTS: list[bytes | None] = [
+    {CLOSE: b"</think>", OPEN: b"<think>"}.get(token, text) for token, text in enumerate(TEXTS)
+]
 JSON_TEXTS: list[bytes | None] = [  # two tokens have equal texts
     None, b" ", b"{", b"}", b"[", b"]", b'"', b":", b",", b"a",
     b"b", b'{"', b'b"', b'":', b"[{", b"]}", b"ab", b"a", b"1", None,
@@ -55,20 +60,30 @@ def tokenizer() -> Tokenizer:
     return Lettered()
 
 
+class Thoughtful(Lettered):
+    """A tokenizer of a model that reasons between <think> and </think>, which are two of the texts."""
+
+    chat_template = "<think></think>"
+
+    def __init__(self, texts: Sequence[bytes | None] = THINKING_TEXTS) -> None:
+        super().__init__(texts)
+
+
 @cache
 @costs.shared()
 def chain() -> Engine:
     """Return an engine with an EAGLE-3 head, three rounds per dispatch, and prompts in chunks of six tokens."""
-    return _chain(engines.make)
+    return small_chain(tokenizer())
 
 
 @cache
 def paper_chain() -> Engine:
     """Return an engine like `chain` on a device of paper."""
-    return _chain(paper.make)
+    return small_chain(tokenizer(), make=paper.make)
 
 
-def _chain(make: Callable[..., Engine]) -> Engine:
+def small_chain(tokens: Tokenizer, *, make: Callable[..., Engine] = engines.make, **options: Any) -> Engine:
+    """Make an engine like `chain` with another tokenizer and further options."""
     head = tiny.eagle_head(engines.target(), draft_vocab=12, feature_layers=(0, 1))
     return make(
         engines.target(),
@@ -79,8 +94,9 @@ def _chain(make: Callable[..., Engine]) -> Engine:
         buckets=(2,),
         prefill_buckets=(6,),
         rounds_per_dispatch=3,
-        tokenizer=tokenizer(),
+        tokenizer=tokens,
         eos_ids=(END,),
+        **options,
     )
 
 
@@ -88,6 +104,11 @@ def _chain(make: Callable[..., Engine]) -> Engine:
 @costs.shared()
 def tree() -> Engine:
     """Return an engine with a draft model, a dynamic tree, and too few pages for all requests at once."""
+    return small_tree(tokenizer())
+
+
+def small_tree(tokens: Tokenizer, **options: Any) -> Engine:
+    """Make an engine like `tree` with another tokenizer and further options."""
     return engines.make(
         engines.target(),
         drafter=DraftModel(tiny.model(engines.VOCAB, layers=1, seed=2), Tree.topk(9, 3, 3)),
@@ -97,6 +118,7 @@ def tree() -> Engine:
         pages=26,
         buckets=(4,),
         prefill_buckets=(engines.MAX_LEN,),
-        tokenizer=tokenizer(),
+        tokenizer=tokens,
         eos_ids=(END,),
+        **options,
     )

@@ -13,6 +13,8 @@ import numpy as np
 from jspec.core.config import MAX_LOGPROBS
 from jspec.core.prompt_blocks import NO_TOKEN
 from jspec.core.records import LogProbs
+from jspec.core.thinking import AT_START, INSIDE, Thinking
+from jspec.engine.grammar.token_table import NOWHERE
 from jspec.sampling.penalties import LOOK_BACK
 from tests.support.paper_state import PaperTable, Row
 
@@ -30,7 +32,7 @@ def logits_after(text: Sequence[int], vocab: int) -> np.ndarray:
 def edit(
     logits: np.ndarray, text: Sequence[int], controls: Row, table: PaperTable | None, stop_ids: np.ndarray
 ) -> np.ndarray:
-    """Apply a request's penalties, bias, bad words and grammar to the logits after a text."""
+    """Apply a request's penalties, bias, bad words, grammar and thinking budget to the logits after a text."""
     edited, output = logits.copy(), text[controls["prompt_size"] :]
     seen, counts = np.unique(text), np.bincount(output, minlength=len(logits))
     edited[seen] *= np.where(edited[seen] > 0, 1 / controls["repetition"], controls["repetition"])
@@ -42,17 +44,40 @@ def edit(
     beginnings = controls["bad_beginnings"]
     ends = controls["bad_ends"][np.all((beginnings == recent) | (beginnings == NO_TOKEN), axis=1)]
     edited[ends[ends < len(logits)]] = -np.inf
-    if table is not None and controls["grammar_state"] >= 0:
+    if table is not None and controls["grammar_state"] != NOWHERE:
         edited[~allowed_tokens(output, controls, table)] = -np.inf
-    return edited
+    return force(edited, output, controls)
+
+
+def force(logits: np.ndarray, output: Sequence[int], controls: Row) -> np.ndarray:
+    """Allow only the token of the forced text that a thinking budget demands after an output, if it demands one."""
+    thinking, state = Thinking(*controls["think_markers"].tolist()), int(controls["thought"])
+    for token in new_tokens(output, controls):
+        state = thinking.follow(state, token)
+    place = state - controls["thinking_budget"]
+    if controls["thinking_budget"] < 0 or state < 0 or not 0 <= place < controls["forced_size"]:
+        return logits
+    return np.where(np.arange(len(logits)) == controls["forced"][place], 0.0, -np.inf)
+
+
+def new_tokens(output: Sequence[int], controls: Row) -> list[int]:
+    """Return the tokens of an output that came after its controls were written."""
+    return list(map(int, output[sum(controls["counts"] // 2) :]))
 
 
 def allowed_tokens(output: Sequence[int], controls: Row, table: PaperTable) -> np.ndarray:
     """Return for each token whether a grammar allows it after an output, the first part of which is in the state."""
-    state = controls["grammar_state"]
-    for token in output[sum(controls["counts"] // 2) :]:
-        state = table.next[state, table.class_of[token]]
-    return table.next[state, table.class_of] >= 0
+    state, (start, end) = controls["grammar_state"], controls["think_markers"]
+    for token in new_tokens(output, controls):
+        if state == INSIDE or (state == AT_START and token == start):
+            state = 0 if state == INSIDE and token == end else INSIDE
+        else:
+            state = table.next[max(state, 0), table.class_of[token]]
+    if state == INSIDE:
+        return np.ones(len(table.class_of), bool)
+    return (table.next[max(state, 0), table.class_of] >= 0) | (
+        (state == AT_START) & (np.arange(len(table.class_of)) == start)
+    )
 
 
 def sample(logits: np.ndarray, position: int, piece: Row) -> int:

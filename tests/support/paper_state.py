@@ -11,6 +11,7 @@ import numpy as np
 from jspec.core.prefill_input import SCALARS, PromptPiece
 from jspec.core.records import Controls
 from jspec.core.sampling import Sampling
+from jspec.core.thinking import MAX_FORCED
 from jspec.models.parts.kv_pool import PoolShape
 from jspec.sampling.penalties import LOOK_BACK, MAX_BAD_WORDS
 
@@ -42,6 +43,8 @@ def controls_type(vocab: int, args: int) -> np.dtype:
         "bias": vocab,
         "counts": vocab,
         "processor_args": max(args, 1),
+        "think_markers": 2,
+        "forced": MAX_FORCED,
     }
     floats = ("repetition", "presence", "frequency", "bias", "processor_args")
     names = ["slot", *(field.name for field in dataclasses.fields(Controls))]

@@ -262,8 +262,11 @@ class TextGenerator(Clients):
         every = read_params(params, len(prompts), sampling_params=sampling_params, keywords=rest)
         template, key = fields.get("chat_template"), fields.get("continue_final_message")
         begun = [key and chat[-1].get("content" if key is True else key) for chat in chats]
-        cases = zip(prompts, every, begun, strict=True)
-        return prompts, [ChatSplitter(self.tokenizer, ids, each, template, text or "") for ids, each, text in cases]
+        splitters = []
+        for ids, each, text in zip(prompts, every, begun, strict=True):
+            waits = self.input_processor.thinking.of(each, ids).grammar_waits
+            splitters.append(ChatSplitter(self.tokenizer, ids, each, template, text or "", grammar_waits=waits))
+        return prompts, splitters
 
     # -- requests
 

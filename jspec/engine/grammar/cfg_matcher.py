@@ -18,6 +18,7 @@ import numpy as np
 from jaxtyping import Bool, Int, UInt32
 
 from jspec.core.bitmask import EVERYTHING, WORD, words_of
+from jspec.core.thinking import NO_THINKING, WAITS_ONCE, Thinking, is_thought
 from jspec.engine.grammar.regex_dfa import ALL_TOKENIZATIONS, NoText, TooLarge, reason
 
 MISSING = "expected the library llguidance, which is not installed; pip install -e '.[grammar]' in jspec's folder"
@@ -154,12 +155,17 @@ def _check_rules(source: str, lark: str) -> None:
 class Matcher:
     """Parses one request's output by its grammar, and computes token masks.
 
+    Args:
+        grammar: the grammar.
+        thinking: how the request reasons; where the grammar waits, reasoning is not parsed, and all tokens may follow.
+
     Attributes:
         count: number of output tokens that the parser has consumed.
     """
 
-    def __init__(self, grammar: LarkGrammar) -> None:
+    def __init__(self, grammar: LarkGrammar, thinking: Thinking = NO_THINKING) -> None:
         self.grammar = grammar
+        self._thinking, self._thought = thinking, thinking.held
         self.count = 0
         self._parser = grammar.start.deep_copy()
         self._error: Exception | None = None
@@ -177,12 +183,16 @@ class Matcher:
         for token in tokens[self.count :]:
             if self._error is not None:
                 raise self._error
+            before, self._thought = self._thought, self._thinking.follow(self._thought, token)
+            if is_thought(before, self._thought):
+                self.count += 1
+                continue
             is_end = token in self.grammar.stop_ids
             if not (self._parser.is_accepting() if is_end else self._parser.consume_token(token)):
                 raise ValueError(
                     f"{self.grammar.source}: after {self.count} tokens no token that the grammar allows was left: its "
-                    "texts cannot be continued in the tokenizer's tokens, or allowed_token_ids, bad_words or the "
-                    f"engine's logits_processor banned them{_reason_in_brackets(self._parser)}"
+                    "texts cannot be continued in the tokenizer's tokens, or allowed_token_ids, bad_words, a thinking "
+                    f"budget or the engine's logits_processor banned them{_reason_in_brackets(self._parser)}"
                 )
             self.count += 1
 
@@ -191,8 +201,8 @@ class Matcher:
     ) -> UInt32[np.ndarray, "nodes words"]:
         """Compute the mask of the tokens that may follow each node of a draft tree.
 
-        The mask after a disallowed node allows all tokens. If the grammar allows no token, or the parser fails, the
-        mask allows only the stop ids, and the next `follow` raises.
+        The mask after a disallowed node, or inside reasoning, allows all tokens. If the grammar allows no token, or the
+        parser fails, the mask allows only the stop ids, and the next `follow` raises.
 
         Args:
             tokens: token id of each node; node 0 is the newest output token, which `follow` has parsed already.
@@ -212,18 +222,29 @@ class Matcher:
 
     def _fill(self, masks: np.ndarray, tokens: list[int], parents: list[int], valid: list[bool]) -> None:
         paths: dict[int, list[int]] = {0: []}  # tokens after the root up to each allowed node
+        thoughts = {0: self._thought}  # states of the reasoning after each allowed node
         parser, consumed = self._parser.deep_copy(), list[int]()
         for node, token in enumerate(tokens):
             if node > 0:
                 parent = parents[node]
-                may_follow = valid[node] and parent in paths and token not in self.grammar.stop_ids
-                if not (may_follow and masks[parent, token // WORD] >> np.uint32(token % WORD) & 1):
+                if not (valid[node] and parent in paths):
                     continue
-                paths[node] = [*paths[parent], token]
+                thoughts[node] = self._thinking.follow(thoughts[parent], token)
+                if is_thought(thoughts[parent], thoughts[node]):
+                    paths[node] = []
+                else:
+                    is_allowed = masks[parent, token // WORD] >> np.uint32(token % WORD) & 1
+                    if not is_allowed or token in self.grammar.stop_ids:
+                        continue
+                    paths[node] = [*paths[parent], token]
+            if thoughts[node] >= 0:
+                continue  # all tokens may follow
             if parser.is_error():  # a parser in this state cannot be rolled back
                 parser, consumed = self._parser.deep_copy(), []
             _move(parser, consumed, paths[node])
             consumed, masks[node] = paths[node], _next_tokens(self.grammar, parser)
+            if thoughts[node] == WAITS_ONCE:
+                masks[node] |= _bits([self._thinking.start], self.grammar.words)
 
 
 def _move(parser: Any, consumed: list[int], path: list[int]) -> None:

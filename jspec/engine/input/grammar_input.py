@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from typing import Any, final
 
+from jspec.core.thinking import is_thought
 from jspec.engine.grammar import disjoint, json_schema, schema_lark, schema_regex
 from jspec.engine.grammar.builder import Builder
 from jspec.engine.grammar.cfg_matcher import GuidanceVocabulary, LarkGrammar, compile_lark
@@ -192,12 +193,15 @@ def follow(request: Request) -> None:
         request.matcher.follow(request.token_ids)
     if request.grammar is None:
         return
-    done, state = request.state.grammar_position
+    done, thought, state = request.state.grammar_position
     for count, token in enumerate(request.token_ids[done:], done):
-        state = request.grammar.follow([token], state)
-        request.state.grammar_position = count + 1, state
+        before, thought = thought, request.thinking.follow(thought, token)
+        if not is_thought(before, thought):
+            state = request.grammar.follow([token], state)
+        request.state.grammar_position = count + 1, thought, state
         if state < 0:
             raise ValueError(
                 f"{request.grammar.source}: after {count} tokens bad_words={request.params.bad_words!r} or the "
                 "engine's logits_processor banned every token that the grammar allows; ban fewer, or words of one token"
+                + ("" if request.params.thinking_budget is None else "; or leave thinking_budget out")
             )

@@ -18,6 +18,7 @@ from jspec.engine.grammar.token_table import Grammar
 from jspec.engine.input import penalty_input
 from jspec.engine.input.caller_input import read_params, read_prompt, read_prompts
 from jspec.engine.input.grammar_input import GrammarInput
+from jspec.engine.input.thinking_input import ThinkingInput
 from jspec.engine.request.request import OutputState, Request
 from jspec.engine.request.sampling_params import SamplingParams, sample_seed
 from jspec.engine.request.token_logprobs import PromptLogprobs
@@ -51,6 +52,8 @@ class InputProcessor:
         wrong = [token for token in self.eos_ids if not 0 <= token < self.vocab_size]
         if wrong:
             raise ValueError(f"eos_ids: expected ids in [0, {self.vocab_size}), got {short(wrong[0])}")
+        if self.config.thinking_end is not None:
+            _ = self.thinking  # raises if the text cannot be used
 
     def requests(self, prompts: Any, params: Any = None, *, trace: bool = False, **more: Any) -> list[Request]:
         """Make one request per prompt, in the order of the prompts.
@@ -84,6 +87,7 @@ class InputProcessor:
         room = self.config.max_len - len(ids)
         max_new_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         words = self._bad_words(params, stop_ids, max_new_tokens)
+        thinking = self.thinking.of(params, ids)
         grammar = self._grammars.of(params, stop_ids, words)
         self._check_output(params)
         numbers = [next(self.ids) for _ in range(params.n)]
@@ -102,8 +106,9 @@ class InputProcessor:
                 eos_ids=() if params.ignore_eos else self.eos_ids,
                 trace=trace,
                 bad_words=words,
+                thinking=thinking,
                 grammar=grammar if isinstance(grammar, Grammar) else None,
-                matcher=Matcher(grammar) if isinstance(grammar, LarkGrammar) else None,
+                matcher=Matcher(grammar, thinking) if isinstance(grammar, LarkGrammar) else None,
                 gathers_logits=self.gathers_logits(params),
                 index=index,
                 siblings=siblings,
@@ -198,6 +203,11 @@ class InputProcessor:
     @cached_property
     def _grammars(self) -> GrammarInput:
         return GrammarInput(self.tokenizer, self.vocab_size, self.config.grammar_cells)
+
+    @cached_property
+    def thinking(self) -> ThinkingInput:
+        """What says how each request reasons."""
+        return ThinkingInput(self.tokenizer, self.config.thinking_end)
 
     def _check_output(self, params: SamplingParams) -> None:
         """Check that the engine supports the given processor arguments, stop strings and log-probabilities."""

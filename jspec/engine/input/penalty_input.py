@@ -8,6 +8,7 @@ import numpy as np
 
 from jspec.core.prompt_blocks import NO_TOKEN
 from jspec.core.shorten import short
+from jspec.core.thinking import MAX_FORCED
 from jspec.engine.grammar.token_table import NOWHERE
 from jspec.engine.request.request import Request
 from jspec.engine.request.sampling_params import SamplingParams
@@ -143,6 +144,8 @@ def pack_controls(request: Request, vocab_size: int, table: int = 0, args: int =
     counts = GENERATED * np.bincount(np.asarray(output, np.int64), minlength=vocab_size)
     counts[list(set(prompt))] += IN_PROMPT
     recent = [*[NO_TOKEN] * LOOK_BACK, *prompt[-LOOK_BACK:], *output[-LOOK_BACK:]][-LOOK_BACK:]
+    thinking, forced = request.thinking, np.full(MAX_FORCED, NO_TOKEN, np.int32)
+    forced[: len(thinking.forced)] = thinking.forced
     row = dict(
         used=np.ones(1, np.int32),
         repetition=np.array(params.repetition_penalty, np.float32),
@@ -155,7 +158,14 @@ def pack_controls(request: Request, vocab_size: int, table: int = 0, args: int =
         bias=bias,
         counts=counts.astype(np.int32),
         table=np.array(table, np.int32),
-        grammar_state=np.array(NOWHERE if request.grammar is None else request.grammar.follow(output), np.int32),
+        grammar_state=np.array(
+            NOWHERE if request.grammar is None else thinking.grammar_state(output, request.grammar.follow), np.int32
+        ),
+        thought=np.array(thinking.after(output), np.int32),
+        think_markers=np.array([thinking.start, thinking.end], np.int32),
+        thinking_budget=np.array(thinking.budget, np.int32),
+        forced=forced,
+        forced_size=np.array(len(thinking.forced), np.int32),
         prompt_size=np.array(len(prompt), np.int32),
         processor_args=np.array(params.processor_args or [0.0] * max(args, 1), np.float32),
     )

@@ -75,6 +75,7 @@ class ChatSplitter:
         params: the parameters that the caller gives.
         template: the chat template, or the name of one of the tokenizer's; None: the tokenizer's.
         prefill: the beginning of the answer, with which the prompt ends.
+        grammar_waits: whether the request's grammar begins after the reasoning.
 
     Attributes:
         params: the parameters of the request, whose answer shows the markers of the formats.
@@ -87,12 +88,15 @@ class ChatSplitter:
         params: SamplingParams,
         template: str | None = None,
         prefill: str = "",
+        *,
+        grammar_waits: bool = False,
     ) -> None:
         grammars = [grammar for field in GRAMMARS if (grammar := getattr(params, field)) is not None]
         has_text = template is not None and "{" in template
         name = reasoning.format_name(template if has_text else template_of(tokenizer))
         shows_markers = not tokenizer.hidden_ids or hasattr(tokenizer, "with_special_tokens")
-        self._name = name if shows_markers and may_reason(name, grammars) else None
+        has_room = may_reason(name, () if grammar_waits else grammars)
+        self._name = name if shows_markers and has_room else None
         self.params, self._prompt, self._prefill = params, "", prefill
         if self._name is not None:
             self._prompt = prompt_text(tokenizer, prompt, is_whole=prefill != "")

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NoReturn
 
+from jspec.core.thinking import ENDED, NO_THINKING, Thinking
 from jspec.engine.grammar.cfg_matcher import Matcher
 from jspec.engine.grammar.token_table import Grammar
 from jspec.engine.request.metrics import Metrics
@@ -32,7 +33,8 @@ class RequestState:
         num_synced_pages: number of the request's pages that are in the device's page table.
         steps_in_flight: number of dispatched steps with this request whose results were not read.
         rounds_in_flight: number of rounds in the steps in flight.
-        grammar_position: (number of output tokens read, state of the grammar's automaton after these tokens).
+        grammar_position: (number of output tokens read, states of the reasoning for which the grammar waits and of the
+            grammar's automaton after these tokens).
         prefill_sizes: compiled numbers of tokens of the prefills with this request, ascending; empty: all numbers.
         awaits_rounds: whether the programs of the request's rounds are still to be compiled, so no round may run it.
     """
@@ -47,7 +49,7 @@ class RequestState:
     num_synced_pages: int = 0
     steps_in_flight: int = 0
     rounds_in_flight: int = 0
-    grammar_position: tuple[int, int] = (0, 0)
+    grammar_position: tuple[int, int, int] = (0, ENDED, 0)
     prefill_sizes: tuple[int, ...] = ()
     awaits_rounds: bool = False
 
@@ -128,6 +130,7 @@ class Request:
         trace: whether every round is recorded.
         bad_words: the bad words as token ids.
         grammar: the request's grammar as a table for the device; None: no grammar, or ``matcher`` serves it.
+        thinking: how the request reasons, if it has a budget or a grammar.
         matcher: parser that computes masks on the host for a grammar that fits no table; else None.
         gathers_logits: whether, on several devices, the request's rounds gather the logits of the whole vocabulary.
         index: index among the ``n`` completions of the prompt.
@@ -146,6 +149,7 @@ class Request:
     eos_ids: tuple[int, ...] = ()
     trace: bool = False
     bad_words: tuple[tuple[int, ...], ...] = ()
+    thinking: Thinking = NO_THINKING
     grammar: Grammar | None = None
     matcher: Matcher | None = None
     gathers_logits: bool = False
@@ -158,6 +162,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.state.prefill_len = len(self.prompt_token_ids)
+        self.state.grammar_position = 0, self.thinking.held, 0
 
     @property
     def samples(self) -> tuple[Request, ...]:
@@ -288,7 +293,7 @@ class Completion:
         others: with ``n`` > 1, the second and later completions of the prompt; else empty.
         reasoning: of a chat, the reasoning before the answer, which ``text`` then lacks and ``pieces`` have; None: the
             chat template has none of the formats of `jspec.engine.reading.reasoning`, the tokenizer cannot show their
-            markers, a grammar leaves no room for it, or this is no chat.
+            markers, a grammar leaves no room for it and does not wait for it, or this is no chat.
     """
 
     text: str | None

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from convert.fields import named
-from jspec.core.config import MAX_LOGPROBS
+from jspec.core.config import MAX_INT, MAX_LOGPROBS
 from jspec.core.foreign_names import names_checked
 from jspec.core.shorten import short
 from jspec.engine.grammar import json_schema
@@ -74,6 +74,11 @@ class SamplingParams:
         grammar: a context-free grammar, in the Lark form that the library llguidance reads, that the whole text
             matches; it ends as with ``regex``. A round with a ``grammar`` runs as two programs; between them the host
             computes the token mask of each draft token (`jspec.step.split_decode`).
+        thinking_budget: largest number of reasoning tokens, those of the prompt included, of models that reason between
+            two markers of one token each, such as <think> and </think>; then the engine's ``thinking_end`` is forced,
+            over all other controls. A request with a budget may reason before a ``regex``, ``json_schema`` or
+            ``grammar``, which then begins after the end marker, as it does if the prompt ends inside reasoning. None:
+            no limit.
         processor_args: values for the engine's ``logits_processor``; their number is the engine option
             ``processor_args``. Empty: all zeros.
         skip_special_tokens: whether the text leaves out special tokens; stop tokens are always left out.
@@ -110,6 +115,7 @@ class SamplingParams:
     regex: str | None = None
     json_schema: str | Mapping[str, Any] | type | None = None
     grammar: str | None = None
+    thinking_budget: int | None = None
     processor_args: tuple[float, ...] = ()
     skip_special_tokens: bool = True
     visible_special_tokens: tuple[str, ...] = ()
@@ -185,6 +191,7 @@ class SamplingParams:
             regex=self.regex is not None,
             json_schema=self.json_schema is not None,
             grammar=self.grammar is not None,
+            thinking_budget=self.thinking_budget is not None,
         )
         return tuple(name for name in is_set if is_set[name])
 
@@ -311,6 +318,10 @@ def is_int_from(least: int, value: object) -> bool:
     return is_int(value) and value >= least  # type: ignore[operator]
 
 
+def _is_budget(value: object) -> bool:
+    return is_int(value) and is_in(value, 0, MAX_INT)
+
+
 def is_logprobs(value: object) -> bool:
     return value is None or (is_int(value) and is_in(value, 0, MAX_LOGPROBS))
 
@@ -348,6 +359,11 @@ RULES: tuple[Rule, ...] = (  # field, test of its value, description of the allo
     ),
     ("regex", lambda p: is_text_or_none(p.regex), "None or a text"),
     ("grammar", lambda p: is_text_or_none(p.grammar), "None or a text"),
+    (
+        "thinking_budget",
+        lambda p: p.thinking_budget is None or _is_budget(p.thinking_budget),
+        f"None or 0 to {MAX_INT}",
+    ),
     (
         "processor_args",
         lambda p: (

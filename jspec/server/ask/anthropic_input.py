@@ -7,11 +7,13 @@ from typing import Any
 
 from jspec.core.shorten import short
 from jspec.engine.reading import reasoning
+from jspec.engine.request.sampling_params import is_int_from
 from jspec.server.ask.messages import MAX_MESSAGES, Translation, join_texts, kind_of_part
 from jspec.server.ask.values import listing, mapping, one_of, text
 from jspec.server.http.errors import invalid
 
 SWITCH = "enable_thinking"  # the variable by which chat templates turn reasoning on or off
+MIN_BUDGET = 1024  # tokens, the least that the API takes
 TEXT = {"text": "text"}
 TOOL_KEYS = ("name", "description", "input_schema", "strict")
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -112,21 +114,39 @@ def read_format(name: str, value: Any) -> dict[str, Any] | None:
     return mapping(f"{name}.format.schema", output_format.get("schema"))
 
 
+def read_budget(name: str, value: Any, max_tokens: Any) -> int | None:
+    """Return the budget of the field thinking; None: it has none.
+
+    Args:
+        name: the field's name.
+        value: {"type": "enabled", "budget_tokens": 1024}, or what has no budget.
+        max_tokens: largest number of tokens of the answer, as the request has it.
+    """
+    field, budget = f"{name}.budget_tokens", mapping(name, value).get("budget_tokens")
+    if value.get("type") != "enabled":
+        if budget is not None:
+            raise invalid(
+                field, f'expected nothing beside the type {short(value.get("type"))}; give the type "enabled"'
+            )
+        return None
+    if not is_int_from(MIN_BUDGET, budget):
+        raise invalid(field, f"expected an int >= {MIN_BUDGET}, got {short(budget)}")
+    if is_int_from(0, max_tokens) and budget >= max_tokens:
+        raise invalid(field, f"expected less than max_tokens ({max_tokens}), got {budget}")
+    return budget
+
+
 def read_thinking(name: str, value: Any, template: str) -> dict[str, Any]:
     """Return the variables of a chat template that let the model reason, or do not.
 
     Args:
         name: the field's name.
-        value: {"type": "disabled"} or {"type": "adaptive"}.
+        value: a mapping with the "type" "disabled", "adaptive" or "enabled".
         template: the chat template.
     """
-    kind = mapping(name, value).get("type")
-    if kind not in ("disabled", "adaptive"):
-        raise invalid(
-            f"{name}.type", f"expected disabled or adaptive, because no budget of tokens is kept, got {short(kind)}"
-        )
+    kind = one_of("disabled", "adaptive", "enabled")(f"{name}.type", mapping(name, value).get("type"))
     if SWITCH in template:
-        return {SWITCH: kind == "adaptive"}
+        return {SWITCH: kind != "disabled"}
     if kind == "disabled" and reasoning.is_used_by(template):
         raise invalid(f"{name}.type", "expected adaptive, because the model's chat template cannot turn reasoning off")
     return {}

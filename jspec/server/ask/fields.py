@@ -208,7 +208,7 @@ SAMPLING = {
         *("repetition_penalty", "min_tokens", "stop_token_ids", "ignore_eos", "bad_words", "allowed_token_ids"),
         *("priority", "draft", "skip_special_tokens"),
     )
-}
+} | {name: Field(given, "thinking_budget") for name in ("thinking_token_budget", "max_thinking_tokens")}
 WITHOUT_EFFECT = {
     name: Field(given)
     for name in (

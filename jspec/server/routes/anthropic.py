@@ -144,7 +144,11 @@ def translate(service: Service, ask: Ask) -> None:
         ask.set("output_config", {"json_schema": schema})
     if "thinking" in fields:
         template = str(getattr(service.engine.tokenizer, "chat_template", None))
-        variables = read.read_thinking("thinking", fields.pop("thinking"), template)
+        thinking = fields.pop("thinking")
+        variables = read.read_thinking("thinking", thinking, template)
+        budget = read.read_budget("thinking", thinking, ask.params.get("max_tokens"))
+        if budget is not None:
+            ask.set("thinking.budget_tokens", {"thinking_budget": budget})
         fields["chat_template_kwargs"] = variables | fields.get("chat_template_kwargs", {})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -145,7 +146,7 @@ class ChatAnswer(Answer):
         is_parallel = self.own.get("parallel_tool_calls")
         return auto_grammar(self._choice, format_name, shown, is_parallel, format_, has_begun=has_begun)
 
-    def _prompt_texts(self, prompt: list[int]) -> tuple[str, str]:
+    def _prompt_texts(self, prompt: Sequence[int]) -> tuple[str, str]:
         """Return the text of a prompt or of its end, and the beginning of the answer that it has."""
         tokenizer, prefill = self.service.engine.tokenizer, ""
         assert tokenizer is not None
@@ -153,24 +154,23 @@ class ChatAnswer(Answer):
             prefill = self.own["messages"][-1].get("content") or ""
         return prompt_text(tokenizer, prompt, is_whole=prefill != ""), prefill
 
-    def _parser(self, prompt: list[int]) -> OutputParser | None:
-        """Return what splits the text of one completion; None: all of it is content.
-
-        Args:
-            prompt: token ids of the prompt.
-        """
+    def _parser(self, request: Request) -> OutputParser | None:
+        """Return what splits the text of one completion of a request; None: all of it is content."""
         if self._choice.mode == "none" and not self._reasons:
             return None
-        end, prefill = self._prompt_texts(prompt)
-        name, reasoning_name = self.service.settings.tool_parser, self._reasoning if self._reasons else None
-        return parser_for(self._template, name, self._choice, reasoning_name, prompt=end, prefill=prefill)
+        end, prefill = self._prompt_texts(request.prompt_token_ids)
+        name, thought = self.service.settings.tool_parser, self._reasoning if self._reasons else None
+        waits = request.thinking.grammar_waits
+        return parser_for(self._template, name, self._choice, thought, prompt=end, prefill=prefill, grammar_waits=waits)
 
     def make_requests(self) -> list[Request]:
         ids = render(self.service.engine.tokenizer, self.own)
         if self._has_auto_grammar:
             self.params = replace(self.params, grammar=self._auto_grammar(ids))
         request = self.service.engine.prepare(ids, self.params, trace=self.is_traced)
-        self._messages = {index: ChatMessage(self._parser(ids)) for index in range(self.n)}
+        if request.thinking.grammar_waits:  # for the end of the reasoning, so it leaves room for this
+            self._reasons = self.service.settings.reasoning and self._reasoning is not None
+        self._messages = {index: ChatMessage(self._parser(request)) for index in range(self.n)}
         return [request]
 
     def body(self, outputs: Any) -> dict[str, Any]:

@@ -53,6 +53,7 @@ def parser_for(
     *,
     prompt: str = "",
     prefill: str = "",
+    grammar_waits: bool = False,
 ) -> OutputParser:
     """Return the parser of one answer.
 
@@ -60,15 +61,17 @@ def parser_for(
         chat_template: the tokenizer's chat template, if it has one.
         name: the format of tool calls; None: that of the chat template.
         choice: what the answer may or must call.
-        reasoning: the format of reasoning that is split off; None: none is. An answer that must be tool calls has none.
+        reasoning: the format of reasoning that is split off; None: none is. An answer that must be tool calls has none,
+            unless its grammar waits for the reasoning's end.
         prompt: the rendered prompt or its end, which tells whether the answer begins inside reasoning.
         prefill: the beginning of the answer, with which the prompt ends.
+        grammar_waits: whether the grammar of the answer begins after the reasoning.
 
     Raises:
         ValueError: the format is unknown, or the answer may have calls and the template has none of the formats.
     """
     read, new_id = _reader_of(choice, chat_template, name)
-    thought = None if choice.is_forced else reasoning
+    thought = None if choice.is_forced and not grammar_waits else reasoning
 
     def read_answer(reader: Reader) -> Reading[None]:
         calls = AnswerCalls(reader, choice.schemas, new_id)
