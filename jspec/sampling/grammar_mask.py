@@ -119,8 +119,8 @@ def apply_grammars(
         cell = jnp.maximum(state, 0) * grammars.classes[table].astype(jnp.int32)[:, None, None]
         cell = cell + grammars.class_of[table].astype(jnp.int32)[:, None]
         is_start = (state == AT_START) & (jnp.arange(vocab) == row.think_markers[:, :1, None])
-        is_allowed = (state == NO_STATE) | (state == INSIDE) | is_start
-        is_allowed |= grammars.next[table[:, None, None], cell] >= 0
+        is_allowed = (state == NO_STATE) | (grammars.next[table[:, None, None], cell] >= 0) | is_start
+        is_allowed = jnp.where(state == INSIDE, ~_ends_inside(row, view, vocab), is_allowed)
         return _to_bits(_or_stop_ids(is_allowed, logits, view))
 
     everything = jnp.full((*logits.shape[:2], words_of(vocab)), EVERYTHING)
@@ -143,6 +143,13 @@ def _or_stop_ids(
     has_token = jnp.any(is_allowed & (logits > -jnp.inf), axis=-1, keepdims=True)
     is_stop = jnp.any(jnp.arange(logits.shape[-1]) == view.sampling.stop_ids[..., None], axis=1)
     return jnp.where(has_token, is_allowed, is_stop[:, None])
+
+
+def _ends_inside(row: Controls, view: SlotView, vocab: int) -> Bool[Array, "batch 1 vocab"]:
+    """Return which tokens would end a request inside its reasoning: its stop ids, but not the end marker."""
+    tokens = jnp.arange(vocab)
+    is_stop = jnp.any(tokens == view.sampling.stop_ids[..., None], axis=1)
+    return (is_stop & (tokens != row.think_markers[:, 1:]))[:, None]
 
 
 def _rows(controls: Controls, view: SlotView) -> Controls:

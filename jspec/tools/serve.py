@@ -78,7 +78,11 @@ def _add_limit_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--unknown-fields", choices=("refuse", "ignore"), default="refuse", help="fields of no meaning")
     group.add_argument("--tool-parser", metavar="NAME", help="format of tool calls; default: by the chat template")
     group.add_argument("--reasoning-parser", metavar="NAME", help="format of reasoning; default: by chat template")
-    group.add_argument("--no-reasoning", action="store_true", help="leave reasoning in the content (not of gpt-oss)")
+    group.add_argument(
+        "--no-reasoning",
+        action="store_true",
+        help="leave reasoning in the content (not of gpt-oss, and not before schemas and forced calls)",
+    )
     group.add_argument(
         "--reasoning-field", default="reasoning_content", metavar="NAME", help="field of the answer with the reasoning"
     )

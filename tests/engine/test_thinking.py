@@ -193,12 +193,15 @@ GRAMMARS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("make", [chain, pytest.param(dynamic_tree, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", GRAMMARS)
 def test_grammar_begins_after_the_reasoning(name: str, make: Callable[[str], Engine]) -> None:
-    """It waits if the prompt ends inside reasoning, or if there is a budget and the output begins with the marker."""
+    """It waits if the prompt ends inside reasoning, or if there is a budget and the output begins with the marker.
+
+    No stop id ends a request before its answer.
+    """
     pytest.importorskip("llguidance" if name == "masks" else "outlines_core")
     asked = [
         (prompt, SamplingParams(max_tokens=LENGTH, seed=seed, thinking_budget=budget, **GRAMMARS[name], **more))
         for seed, (budget, prompt) in enumerate((b, p) for b in (None, 0, 3, 6) for p in PROMPTS.values())
-        for more in (dict(logit_bias={CLOSE: 2.0, OPEN: 9.0}), dict(temperature=0.0))
+        for more in (dict(logit_bias={CLOSE: 2.0, OPEN: 9.0, lettered.END: 3.0}), dict(temperature=0.0))
     ]
     prompts, params = zip(*asked, strict=True)
     tokens = [on_host(each, LONG) for each in asked]

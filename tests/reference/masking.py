@@ -34,7 +34,7 @@ def decoded(
         readers: a recursive-descent reader for each grammar.
         edit: function of the masked logits, the prompt and the output that returns the logits to sample from.
         answer: function of the prompt and the output that returns the tokens that the grammar reads (None: it allows
-            any token) and tokens that are allowed besides.
+            any token but stop ids) and tokens that are allowed besides.
     """
     output: list[int] = []
     seed = params.seed if seed is None else seed
@@ -44,8 +44,8 @@ def decoded(
         logits = processors.edited(logits, prompt, output, params, sorted(stops))
         (read, more), allowed = answer(prompt, output), set(range(engines.VOCAB))
         text = b"".join(texts[token] or b"" for token in read or ())
-        if read is None:
-            pass  # before the answer
+        if read is None:  # before the answer
+            allowed -= stops if params.grammar_field is not None else set()
         elif params.regex is not None:
             allowed = regular.allowed(params.regex, texts, text, stops)
         elif params.grammar_field is not None:

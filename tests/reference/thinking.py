@@ -56,7 +56,7 @@ class Budget:
     def answer(self, prompt: Sequence[int], output: list[int]) -> tuple[list[int] | None, set[int]]:
         """Return the part of an output that its grammar reads; None: it has not begun; and what may follow besides."""
         if self.thoughts(prompt, output) is not None:
-            return None, set()
+            return None, {self.end}
         if self.is_open(prompt) or (self.budget is not None and output[:1] == [self.start]):
             return output[output.index(self.end) + 1 :], set()
         return output, {self.start} if self.budget is not None and not output else set()

@@ -153,6 +153,18 @@ def test_reasoning_has_begun_if_the_last_start_marker_follows_every_special_toke
         assert made.of(SamplingParams(regex=own), [START]) == Thinking(), "the grammar reads the reasoning itself"
 
 
+def test_marker_in_the_text_of_an_earlier_turn_begins_no_reasoning() -> None:
+    """The token between turns is shown in texts, as those of some models are."""
+    tokenizer: Any = Thoughtful(TEXTS)
+    prompt, with_grammar = [START, 3, 1], SamplingParams(regex="a")
+    assert ThinkingInput(tokenizer, None).of(with_grammar, prompt).grammar_waits, "control: 3 is no added token"
+    tokenizer.added_ids = frozenset({3})
+    made = ThinkingInput(tokenizer, None)
+    assert made.of(with_grammar, prompt) == Thinking()
+    assert made.of(SamplingParams(thinking_budget=2), prompt).begun < 0
+    assert made.of(with_grammar, [3, START, 1]).begun == 1
+
+
 def with_special_token() -> Thoughtful:
     tokenizer: Any = Thoughtful(TEXTS)
     tokenizer.special_texts, tokenizer.hidden_ids = {"<s>": 0}, frozenset({0})
@@ -186,7 +198,7 @@ def test_budget_of_an_engine_without_markers_is_refused() -> None:
     for tokenizer, reason in ((None, "this engine has no tokenizer"), (plain, "the chat template has no markers of")):
         made = ThinkingInput(tokenizer, None)
         with pytest.raises(
-            ValueError, match=f"^thinking_budget: expected None, because {reason}.*, got 3; leave it out"
+            ValueError, match=f"^thinking_budget: expected nothing, because {reason}.*, got 3; leave it out"
         ):
             made.of(SamplingParams(thinking_budget=3), [1])
         assert made.of(SamplingParams(regex="a"), [1]) == Thinking()

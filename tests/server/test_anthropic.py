@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from jspec.server.ask.anthropic_input import read_messages
+from jspec.server.ask.anthropic_input import read_messages, read_thinking
 from jspec.server.http.errors import ApiError
 from jspec.server.http.settings import digest_of
 from jspec.server.reading.blocks import AnswerBlock
@@ -181,6 +181,21 @@ def test_last_message_of_the_assistant_is_continued(server: serving.Running, cli
     assert ask(client, messages=turns, **SEEDED).content[0].text == other.choices[0].message.content
 
 
+@pytest.mark.parametrize(
+    ("template", "switch"),
+    [
+        ("{% if enable_thinking is false %}", "enable_thinking"),
+        ("{%- elif not thinking %}", "thinking"),
+        ("{% if thinking is defined and thinking %}", "thinking"),
+        ("{% if message.thinking %}", None),
+        ("{% if 'thinking' in message %}", None),
+    ],
+)
+def test_thinking_sets_the_variable_by_which_the_template_turns_it_on(template: str, switch: str | None) -> None:
+    for kind in ("enabled", "adaptive"):
+        assert read_thinking("thinking", {"type": kind}, template) == ({switch: True} if switch else {})
+
+
 def test_thinking_is_turned_on_and_off_by_the_chat_template(server: serving.Running, client: Any) -> None:
     for kind, is_on in (("adaptive", True), ("disabled", False)):
         extra = {**SEED, "chat_template_kwargs": {"enable_thinking": is_on}}
@@ -233,7 +248,7 @@ def test_stream_that_fails_raises_the_clients_error(server: serving.Running, cli
         ),
         (
             {"thinking": {"type": "enabled", "budget_tokens": 1024}, "max_tokens": 1025},
-            r"thinking\.budget_tokens: expected None, because the marker <think> of its reasoning is no single token",
+            r"thinking\.budget_tokens: expected nothing, because the marker <think> of its reasoning is no single",
         ),
         ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "int"}}}}, "output_config: "),
         ({"container": "a"}, "container: expected nothing"),

@@ -81,6 +81,17 @@ def test_schema_and_forced_tools_begin_after_the_reasoning_of_the_prompt(
     assert "reasoning_content" not in outside
 
 
+def test_schema_and_forced_tools_stand_alone_where_reasoning_stays_in_the_content() -> None:
+    told = f"{THOUGHT}[/THINK]{ANSWER}"
+    with serving.running(engine(), reasoning=False) as server, server.http() as http:
+        message, _ = chat(http, told, response_format=FORMAT, **INSIDE)
+        called, _ = chat(http, f"{THOUGHT}[/THINK]{ANSWER}", tools=[TOOL], tool_choice="required", **INSIDE)
+        plain, _ = chat(http, f"{THOUGHT}[/THINK]It is 4.", **INSIDE)
+    assert message["content"] == ANSWER
+    assert json.loads(called["tool_calls"][0]["function"]["arguments"])["x"] in (1, 2)
+    assert plain["content"].startswith(THOUGHT.rstrip()), "control"
+
+
 def test_chat_of_the_engine_has_the_reasoning_before_a_schema_apart() -> None:
     fields: dict[str, Any] = dict(max_tokens=80, temperature=0, json_schema=SCHEMA)
     with telling(engine(), f"{THOUGHT}[/THINK]{ANSWER}"):

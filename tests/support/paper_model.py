@@ -45,7 +45,7 @@ def edit(
     ends = controls["bad_ends"][np.all((beginnings == recent) | (beginnings == NO_TOKEN), axis=1)]
     edited[ends[ends < len(logits)]] = -np.inf
     if table is not None and controls["grammar_state"] != NOWHERE:
-        edited[~allowed_tokens(output, controls, table)] = -np.inf
+        edited[~allowed_tokens(output, controls, table, stop_ids)] = -np.inf
     return force(edited, output, controls)
 
 
@@ -65,7 +65,7 @@ def new_tokens(output: Sequence[int], controls: Row) -> list[int]:
     return list(map(int, output[sum(controls["counts"] // 2) :]))
 
 
-def allowed_tokens(output: Sequence[int], controls: Row, table: PaperTable) -> np.ndarray:
+def allowed_tokens(output: Sequence[int], controls: Row, table: PaperTable, stop_ids: np.ndarray) -> np.ndarray:
     """Return for each token whether a grammar allows it after an output, the first part of which is in the state."""
     state, (start, end) = controls["grammar_state"], controls["think_markers"]
     for token in new_tokens(output, controls):
@@ -73,11 +73,10 @@ def allowed_tokens(output: Sequence[int], controls: Row, table: PaperTable) -> n
             state = 0 if state == INSIDE and token == end else INSIDE
         else:
             state = table.next[max(state, 0), table.class_of[token]]
+    tokens = np.arange(len(table.class_of))
     if state == INSIDE:
-        return np.ones(len(table.class_of), bool)
-    return (table.next[max(state, 0), table.class_of] >= 0) | (
-        (state == AT_START) & (np.arange(len(table.class_of)) == start)
-    )
+        return ~np.isin(tokens, stop_ids) | (tokens == end)
+    return (table.next[max(state, 0), table.class_of] >= 0) | ((state == AT_START) & (tokens == start))
 
 
 def sample(logits: np.ndarray, position: int, piece: Row) -> int:

@@ -237,8 +237,10 @@ class Matcher:
                     if not is_allowed or token in self.grammar.stop_ids:
                         continue
                     paths[node] = [*paths[parent], token]
-            if thoughts[node] >= 0:
-                continue  # all tokens may follow
+            if thoughts[node] >= 0:  # all tokens may follow but those that end the request
+                stops = [token for token in self.grammar.stop_ids if token != self._thinking.end]
+                masks[node] &= ~_bits(stops, self.grammar.words)
+                continue
             if parser.is_error():  # a parser in this state cannot be rolled back
                 parser, consumed = self._parser.deep_copy(), []
             _move(parser, consumed, paths[node])

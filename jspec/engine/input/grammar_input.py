@@ -201,7 +201,8 @@ def follow(request: Request) -> None:
         request.state.grammar_position = count + 1, thought, state
         if state < 0:
             raise ValueError(
-                f"{request.grammar.source}: after {count} tokens bad_words={request.params.bad_words!r} or the "
-                "engine's logits_processor banned every token that the grammar allows; ban fewer, or words of one token"
+                f"{request.grammar.source}: after {count} tokens bad_words={request.params.bad_words!r}, a thinking "
+                "budget or the engine's logits_processor banned every token that the grammar allows; ban fewer, or "
+                "words of one token"
                 + ("" if request.params.thinking_budget is None else "; or leave thinking_budget out")
             )

@@ -27,15 +27,20 @@ class ThinkingInput:
     """
 
     def __init__(self, tokenizer: Any, end_text: str | None) -> None:
-        self._hidden_ids: frozenset[int] = frozenset() if tokenizer is None else tokenizer.hidden_ids
+        self._role_ids: frozenset[int] = frozenset()  # added tokens, such as those between turns, which end reasoning
         self._closings: tuple[str, ...] = ()
         self._tokens: Thinking | None = None  # markers and forced text; None: there are none, for this reason:
         self._reason = ""
+        self.format_name: str | None = None  # of the format of these markers
         try:
             if tokenizer is None:
                 raise ValueError("this engine has no tokenizer")
             format_ = _format_of(template_of(tokenizer), end_text)
             self._tokens, self._closings = _read(tokenizer, format_, end_text), format_.closings
+            self.format_name = next(name for name, each in reasoning.FORMATS.items() if each is format_)
+            opening, specials = "".join(format_.openings), getattr(tokenizer, "special_texts", {})
+            added = getattr(tokenizer, "added_ids", tokenizer.hidden_ids)
+            self._role_ids = added - {token for text, token in specials.items() if text in opening}
         except ValueError as error:
             self._reason = str(error)
             if end_text is not None:
@@ -48,8 +53,8 @@ class ThinkingInput:
         """Return how a request reasons.
 
         Reasoning counts if the request has a budget, or a grammar that can wait for its end. It has begun in the prompt
-        if a start marker follows the last special token and the last end marker. With a budget it may also begin in the
-        output: with the next start marker, or before a grammar with the first token alone.
+        if a start marker follows the last end marker and the last added token, such as one between turns. With a budget
+        it may also begin in the output: with the next start marker, or before a grammar with the first token alone.
 
         Raises:
             ValueError: the request has a budget, and the engine does not know the markers.
@@ -59,7 +64,7 @@ class ThinkingInput:
             if budget is None:
                 return NO_THINKING
             raise ValueError(
-                f"thinking_budget: expected None, because {self._reason}, got {budget}; leave it out, or give the "
+                f"thinking_budget: expected nothing, because {self._reason}, got {budget}; leave it out, or give the "
                 "engine a tokenizer with such markers, and thinking_end= if its chat template has none"
             )
         if budget is None and not has_grammar:
@@ -76,7 +81,7 @@ class ThinkingInput:
         for count, token in enumerate(reversed(prompt)):
             if token == self._tokens.start:
                 return count
-            if token == self._tokens.end or token in self._hidden_ids:
+            if token == self._tokens.end or token in self._role_ids:
                 break
         return WAITS
 

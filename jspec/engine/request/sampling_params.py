@@ -77,8 +77,9 @@ class SamplingParams:
         thinking_budget: largest number of reasoning tokens, those of the prompt included, of models that reason between
             two markers of one token each, such as <think> and </think>; then the engine's ``thinking_end`` is forced,
             over all other controls. A request with a budget may reason before a ``regex``, ``json_schema`` or
-            ``grammar``, which then begins after the end marker, as it does if the prompt ends inside reasoning. None:
-            no limit.
+            ``grammar``, which then begins after the end marker, as it does if the prompt ends inside reasoning.
+            Without one of these a start marker anywhere in the output begins reasoning. Only the first reasoning is
+            limited. None: no limit.
         processor_args: values for the engine's ``logits_processor``; their number is the engine option
             ``processor_args``. Empty: all zeros.
         skip_special_tokens: whether the text leaves out special tokens; stop tokens are always left out.

@@ -136,6 +136,7 @@ class HFTokenizer:
             self._skips_special_tokens = True
             self.hidden_ids = frozenset(i for i in added if self.decode([i]) == "")
             self.special_texts = {added[i].content: i for i in self.hidden_ids if added[i].content}
+            self.added_ids = frozenset(i for i in added if added[i].content.strip())
             self._showing: dict[frozenset[int], HFTokenizer] = {}  # tokenizers that show some of the hidden ids
             self._chat_template = ChatTemplate(self._folder)
             self.byte_ids = self._byte_ids()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from jspec.core.shorten import short
@@ -12,7 +13,10 @@ from jspec.server.ask.messages import MAX_MESSAGES, Translation, join_texts, kin
 from jspec.server.ask.values import listing, mapping, one_of, text
 from jspec.server.http.errors import invalid
 
-SWITCH = "enable_thinking"  # the variable by which chat templates turn reasoning on or off
+SWITCHES = {  # the variable by which chat templates turn reasoning on or off, and how they read it
+    "enable_thinking": r"enable_thinking",
+    "thinking": r"""{%-?\s*(el)?if [^%]*(?<![.'"\w])thinking\b(?!['"])""",
+}
 MIN_BUDGET = 1024  # tokens, the least that the API takes
 TEXT = {"text": "text"}
 TOOL_KEYS = ("name", "description", "input_schema", "strict")
@@ -130,9 +134,12 @@ def read_budget(name: str, value: Any, max_tokens: Any) -> int | None:
             )
         return None
     if not is_int_from(MIN_BUDGET, budget):
-        raise invalid(field, f"expected an int >= {MIN_BUDGET}, got {short(budget)}")
+        remedy = 'give one, or the type "adaptive", which has none'
+        raise invalid(field, f"expected an int >= {MIN_BUDGET}, got {short(budget)}; {remedy}")
     if is_int_from(0, max_tokens) and budget >= max_tokens:
-        raise invalid(field, f"expected less than max_tokens ({max_tokens}), got {budget}")
+        raise invalid(
+            field, f"expected less than max_tokens ({max_tokens}), got {budget}; lower it, or raise max_tokens"
+        )
     return budget
 
 
@@ -145,8 +152,9 @@ def read_thinking(name: str, value: Any, template: str) -> dict[str, Any]:
         template: the chat template.
     """
     kind = one_of("disabled", "adaptive", "enabled")(f"{name}.type", mapping(name, value).get("type"))
-    if SWITCH in template:
-        return {SWITCH: kind != "disabled"}
+    for switch, pattern in SWITCHES.items():
+        if re.search(pattern, template):
+            return {switch: kind != "disabled"}
     if kind == "disabled" and reasoning.is_used_by(template):
         raise invalid(f"{name}.type", "expected adaptive, because the model's chat template cannot turn reasoning off")
     return {}

@@ -111,6 +111,7 @@ class ChatAnswer(Answer):
             raise invalid("top_logprobs", "expected nothing without logprobs; set logprobs, or leave it out")
         self._template = template_of(service.engine.tokenizer)
         self._reasoning = reasoning.format_name(self._template, service.settings.reasoning_parser)
+        self._reasoning = self._reasoning or service.engine.input_processor.thinking.format_name
         grammars = [str(ask.params[field]) for field in GRAMMARS if field in ask.params]
         self._reasons = service.settings.reasoning and may_reason(self._reasoning, grammars)
         self._choice = self._read_tools(service, ask)
@@ -168,8 +169,8 @@ class ChatAnswer(Answer):
         if self._has_auto_grammar:
             self.params = replace(self.params, grammar=self._auto_grammar(ids))
         request = self.service.engine.prepare(ids, self.params, trace=self.is_traced)
-        if request.thinking.grammar_waits:  # for the end of the reasoning, so it leaves room for this
-            self._reasons = self.service.settings.reasoning and self._reasoning is not None
+        if request.thinking.grammar_waits:  # what it describes stands alone, even if reasoning is left in the content
+            self._reasons = self._reasoning is not None
         self._messages = {index: ChatMessage(self._parser(request)) for index in range(self.n)}
         return [request]
 
