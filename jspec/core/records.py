@@ -303,7 +303,8 @@ class Draft:
     valid: Bool[Array, "batch nodes"]  # whether a node may be accepted; all ancestors of a valid node are valid
     probs: Float[Array, "batch nodes draft_vocab"] | None  # draft probabilities of each node's children
     vocab_map: Int[Array, "draft_vocab"] | None  # target-vocabulary id of each draft-vocabulary id; None: equal ids
-    # Estimated probability that a node is accepted if its parent is, the same for siblings; root: 1. None: no estimate.
+    # Estimated probability that a node is accepted if its parent is, the same for siblings but those of a look-up that
+    # joins them; root: 1. None: no estimate.
     confidence: Float[Array, "batch nodes"] | None = None
     # Whether a node was drawn from its parent's ``probs``; others, behind drawn siblings, are point masses. None: all.
     drawn: Bool[Array, "batch nodes"] | None = None

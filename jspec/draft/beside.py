@@ -89,7 +89,7 @@ class Beside(Drafter):
         self.join = join
         longest = max(model.tree.depth, lookup.tree.depth)
         self.tree = Tree.chain(longest) if join == "replace" else model.tree.joined(lookup.tree.depth)
-        self.threshold = _check_threshold(threshold, lookup.max_n)
+        self.threshold = _check_threshold(threshold, lookup.min_n, lookup.max_n)
         self.has_pending_rows = model.has_pending_rows
         self.draft_window = check_window("Beside", model.draft_window, self.tree)
         if isinstance(model, EagleDrafter):  # a pass may write the rows of as many pending tokens as the tree is deep
@@ -120,7 +120,7 @@ class Beside(Drafter):
     def init(self, params: Params, pool: PoolShape) -> BesideState:
         deeper = copy.copy(self.model)
         object.__setattr__(deeper, "tree", self.tree)  # a round may commit more tokens than the model drafts
-        rates = MatchRates.new(pool.slots, len(JOINS) - JOINS.index(self.join), self.tree.depth)
+        rates = MatchRates.new(pool.slots, 2 if self.join == "replace" else 1, self.tree.depth)
         return BesideState(deeper.init(params, pool), self.lookup.init((), pool), rates)
 
     def prefill(
@@ -133,8 +133,9 @@ class Beside(Drafter):
         )
 
     def draft(self, params: Params, state: BesideState, view: SlotView) -> tuple[Draft, BesideState]:
-        deepest, model, lookup = self.tree.depth, self.model, self.lookup
-        model, lookup = model.cut(min(deepest, model.tree.depth)), lookup.cut(min(deepest, lookup.tree.depth))
+        deepest = self.tree.depth
+        model = self.model.cut(min(deepest, self.model.tree.depth))
+        lookup = self.lookup.cut(min(deepest, self.lookup.tree.depth))
         drafted, model_state = model.draft(params, state.model, view)
         with jax.named_scope("look_up"):
             found, lookup_state = lookup.look_up(state.lookup, view)
@@ -282,19 +283,19 @@ def _check_parts(model: object, lookup: object, join: object) -> None:
         )
     if join not in JOINS:
         raise ValueError(f"Beside: join: expected one of {JOINS}, got {short(join)}")
-    if join == "replace" and not model.tree.is_chain:
+    if join == "replace" and model.tree != Tree.chain(model.tree.depth):
         raise ValueError(
             f'Beside: join="replace" expects a model that drafts a chain, got {model.tree}; pass Tree.chain('
             f'{model.tree.depth}) to the model, or join="beside"'
         )
 
 
-def _check_threshold(threshold: int | None, longest: int) -> int | None:
-    """Return a threshold of match lengths; ``longest`` is the look-up's longest match."""
+def _check_threshold(threshold: int | None, least: int, most: int) -> int | None:
+    """Return a threshold of match lengths, of which the look-up has ``least`` to ``most``."""
     is_int = isinstance(threshold, int) and not isinstance(threshold, bool)
-    if threshold is not None and not (is_int and 1 <= threshold <= longest):
+    if threshold is not None and not (is_int and least <= threshold <= most):
         raise ValueError(
-            f"Beside: threshold: expected None or an int from 1 to {longest}, the look-up's max_n, got "
+            f"Beside: threshold: expected None or an int from {least} to {most}, the look-up's min_n and max_n, got "
             f"{short(threshold)}"
         )
     return threshold

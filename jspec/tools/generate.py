@@ -174,7 +174,10 @@ def draft_options(arguments: argparse.Namespace) -> dict[str, Any]:
     heads = (*HEADS, "medusa")
     if arguments.lookup is not None and not any(getattr(arguments, head) for head in heads):
         flags = ", ".join(map(_flag, heads))
-        raise ValueError(f"--lookup: expected a head beside which it drafts, one of {flags}, got none; name one")
+        raise ValueError(
+            f"--lookup: expected a head beside which it drafts, one of {flags}, got none of them (a draft model drafts "
+            "alone); name one, or leave it out"
+        )
     if arguments.join is not None and arguments.lookup is None:
         raise ValueError("--join: expected --lookup, whose tokens join the head's, got none; name it or leave it out")
     if arguments.draft_device is not None:

@@ -29,7 +29,8 @@ class Block(SampledRule):
 
     def check(self, tree: Tree) -> None:
         if not tree.is_chain:
-            chain = "Tree.chain(length)" if tree.base is None else 'join="replace"'
+            chain = "" if tree.base is not None and tree.base.is_chain else "Tree.chain(length)"
+            chain += "" if tree.base is None else f'{" and " if chain else ""}join="replace"'
             raise ValueError(f'accept="block" expects a chain, got {tree}; use {chain} or accept="traversal"')
         check_no_rank_gaps(self.name, tree)
 

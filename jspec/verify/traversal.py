@@ -13,7 +13,9 @@ normalised max(a p - q, 0), and q by q without x, normalised. A node whose child
 probability of its weight. The root always passes.
 
 The rule is exact if the children of each node are drawn from its q without replacement, in the order of the nodes, and
-independently of the children of other nodes, and if the shape of the tree does not depend on the drawn tokens.
+independently of the children of other nodes, and if the shape of the tree does not depend on the drawn tokens. It stays
+exact if a chain joins the tree (`jspec.draft.beside`): what hangs below a node depends on its path and the committed
+text, and a child that is left out, because a drawn sibling before it has its token, would have had the weight 0.
 
 A draft without ``probs`` was not drawn, and each of its tokens is a point mass. For such a draft, which may be a
 dynamic tree, both this rule and the multi-candidate rule accept each path with the target's probability of the path.
@@ -130,7 +132,7 @@ class Trials:
     is_later: Bool[Array, "batch nodes nodes"]  # ``[b, n, m]``: whether m is a later sibling of n
     is_child: Bool[Array, "batch nodes draft_vocab"]  # whether a child of the node has the token
     target: Float[Array, "batch nodes draft_vocab"]  # the target's probabilities of tokens of the draft vocabulary
-    outside: Float[Array, "batch nodes"]  # the target's probability of all other tokens
+    outside: Float[Array, "batch nodes"]  # the target's probability of all other tokens but children of the node
 
 
 def _trials(target_probs: Float[Array, "batch nodes vocab"], draft: Draft) -> Trials:
@@ -142,16 +144,17 @@ def _trials(target_probs: Float[Array, "batch nodes vocab"], draft: Draft) -> Tr
     assert draft.probs is not None
     tokens, every, target = draft.tokens, siblings(draft), target_probs
     (rows, nodes), size, outside = tokens.shape, draft.probs.shape[-1], jnp.zeros(tokens.shape)
+    row, parents = jnp.arange(rows)[:, None], jnp.maximum(draft.parents, 0)
+    parent_or_none = jnp.where(candidates(draft), parents, nodes)
     if draft.vocab_map is not None:
         of_target = (
             jnp.full(target.shape[-1], size, jnp.int32).at[draft.vocab_map].set(jnp.arange(size, dtype=jnp.int32))
         )
-        outside = jnp.sum(jnp.where(of_target == size, target, 0.0), axis=-1)
+        others = target.at[row, parent_or_none, tokens].set(0.0, mode="drop")  # without all children
+        outside = jnp.sum(jnp.where(of_target == size, others, 0.0), axis=-1)
         tokens, target = of_target[tokens], target[..., draft.vocab_map]
-    row, parents = jnp.arange(rows)[:, None], jnp.maximum(draft.parents, 0)
-    parent_or_none = jnp.where(candidates(draft), parents, nodes)
     is_child = jnp.zeros((rows, nodes, size), bool).at[row, parent_or_none, tokens].set(True, mode="drop")
-    token_q = draft.probs[row, parents, tokens]
+    token_q = draft.probs.at[row, parents, tokens].get(mode="fill", fill_value=0.0)
     undrawn = jnp.sum(jnp.where(is_child, 0.0, draft.probs), axis=-1)  # never 1 minus a sum, which may round to 0
 
     def of_siblings(mask: Bool[Array, "batch nodes nodes"]) -> Float[Array, "batch nodes"]:

@@ -15,7 +15,7 @@ from jspec.core.tree import Tree
 from jspec.draft.base import StatelessDrafter, static_draft
 from jspec.draft.lookup import Found, LookupDrafter
 
-LENGTH = 4  # match length of every look-up
+LENGTH = 4  # match length of every look-up after an even number of committed tokens; one less after an odd number
 
 
 @struct.dataclass
@@ -81,7 +81,7 @@ class Known(LookupDrafter):
             known = jnp.asarray(self.outputs)[line, at] + jnp.asarray(self.wrong)[line, depth - 1]
             tokens.append((known[:, None] + np.array(level.ranks)) % self.vocab)
         draft = static_draft(self.tree, view, tokens, [jnp.zeros(level.shape) for level in tokens])
-        return Found(draft, jnp.full(line.shape, LENGTH)), state
+        return Found(draft, LENGTH - view.lengths % 2), state
 
 
 class KnownModel(StatelessDrafter):

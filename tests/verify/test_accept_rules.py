@@ -13,6 +13,7 @@ import pytest
 from jspec import Tree
 from jspec.core.ancestors import ancestors, longest_accepted_path
 from jspec.core.records import Draft
+from jspec.draft.beside import joined, replaced
 from jspec.verify import rejection
 from jspec.verify.multi_candidate import multi_candidate, multi_candidate_accept
 from jspec.verify.traversal import traversal_accept
@@ -344,6 +345,27 @@ def test_accept_rules_with_vocabulary_map_equal_those_with_full_draft_probs() ->
         one, two = (ACCEPT[name](p, draft, ancestors(np.asarray(draft.parents)), u) for draft in (full, narrow))
         for a, b in zip(one, two, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+@pytest.mark.parametrize("join", [joined, replaced])
+@pytest.mark.parametrize("name", ["rejection", "traversal"])
+def test_accept_rules_take_tokens_of_a_look_up_outside_the_vocabulary_of_the_draft(name: str, join: Any) -> None:
+    """As above; the look-up's chains have any of the five tokens."""
+    rng, ids = np.random.default_rng(0), np.array([1, 3, 4])
+    own = rng.dirichlet(np.ones(3), (64, 4)).astype(np.float32)
+    wide = np.zeros((64, 4, 5), np.float32)
+    wide[..., ids] = own
+    full = enumeration.draft_of(CHAIN, ids[rng.integers(0, 3, (64, 4))], wide)
+    narrow = full.replace(probs=on_device(own), vocab_map=on_device(ids))
+    chain = enumeration.draft_of(CHAIN, rng.integers(0, 5, (64, 4)), None)
+    is_used = on_device(rng.random(64) < 0.8)
+    one, two = (join(draft, chain, is_used) for draft in (full, narrow))
+    nodes = one.tokens.shape[1]
+    p = on_device(rng.dirichlet(np.ones(5), (64, nodes)), jnp.float32)
+    u = on_device(rng.random((64, nodes)), jnp.float32)
+    results = [ACCEPT[name](p, draft, ancestors(np.asarray(draft.parents)), u) for draft in (one, two)]
+    for a, b in zip(*results, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["rejection", "traversal"])
