@@ -103,7 +103,7 @@ TABLE = GrammarCase(
     min_ended=2,
     stuck=SamplingParams(temperature=0, max_tokens=9, regex="(ca)b+", bad_words=[[1, 2], [13, 3]]),
     stuck_tokens=(13, 1, 0),
-    stuck_error=r"regex='\(ca\)b\+': after 2 tokens bad_words=\(\(1, 2\), \(13, 3\)\) or the",
+    stuck_error=r"regex='\(ca\)b\+': after 2 tokens bad_words=\(\(1, 2\), \(13, 3\)\), a thinking budget or the",
     invalid="x",
     invalid_error="none of its texts can be written",
 )
