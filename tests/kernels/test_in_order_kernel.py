@@ -18,9 +18,10 @@ from pallas_kernels.recurrent import delta_rounds, in_order_tokens
 from pallas_kernels.recurrent.in_order_kernel import block_for, unsupported
 from pallas_kernels.recurrent.records import EVERY, DeltaTokens
 from tests.kernels import test_delta_prompts as prompts
-from tests.kernels.test_delta_kernel import OTHER, PUBLISHED, SLOTS, TREE, differences, mosaic, problem
+from tests.kernels.test_delta_kernel import PUBLISHED, SLOTS, TREE, differences, mosaic, problem
 from tests.support.mosaic import interpreted
 
+OTHER = 64, 192  # channels of a key head and of a value head
 TOLERANCE = 1e-5
 CHAIN = [-1, 0, 1, 2, 3]
 REFERENCE = {"implementation": "reference", "deterministic": True}
