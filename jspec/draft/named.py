@@ -19,7 +19,7 @@ from jspec.draft.suffix import Suffix
 LOOKUPS: Mapping[str, type[NGram | Suffix]] = {"ngram": NGram, "suffix": Suffix}
 WITHOUT_WEIGHTS: Mapping[str, Callable[[], Drafter | None]] = {"none": lambda: None, **LOOKUPS}
 EXPECTED = (
-    'a Drafter, "ngram", "suffix", a path or hub id (owner/name), that of a head with "+suffix" behind it, or None'
+    'a Drafter, "ngram", "suffix", a path or hub id (owner/name), a head\'s path with "+suffix" at its end, or None'
 )
 
 DrafterSource = Drafter | str | os.PathLike[str] | None
@@ -30,8 +30,8 @@ def make_drafter(source: Any, *, dtype: str | None = None, mesh: Mesh | None = N
 
     Args:
         source: a drafter; "ngram" or "suffix"; or a folder or hub id ("owner/name") of a draft head or draft model of
-            any kind, which then drafts its default tree; or a head's with "+ngram" or "+suffix" behind it, for a
-            look-up beside the head (`with_lookup`). None or "none": no drafter.
+            any kind, which then drafts its default tree. A head's folder or id may end with "+ngram" or "+suffix": then
+            a look-up drafts beside the head (`with_lookup`). None or "none": no drafter.
         dtype: dtype of the weights to load; None: float32 on CPU, bfloat16 elsewhere.
         mesh: mesh over whose devices loaded weights are divided; None: the default device.
 

@@ -163,7 +163,7 @@ def test_replaced_chain_with_the_heads_probabilities_is_lossy() -> None:
 
 
 def star_with(token: int, drawn: np.ndarray, *, is_first: bool) -> Draft:
-    """Return drafts with one drawn child of the root, before or behind the look-up's, without the later of equals."""
+    """Return drafts whose root has a drawn child and a look-up's, in either order; of equal ones the first alone."""
     children = [np.full(len(drawn), token), drawn]
     first, second = children if is_first else children[::-1]
     valid = np.stack([drawn >= 0, drawn >= 0, first != second], axis=1)

@@ -16,8 +16,8 @@ from pallas_kernels.layers.hopper import HEIGHT
 from pallas_kernels.recurrent import delta_kernel, inputs_kernel
 from pallas_kernels.recurrent.delta_cta import UNIT
 from pallas_kernels.recurrent.delta_kernel import MOST_NODES
-from pallas_kernels.recurrent.delta_rounds import committed_factors, counts_of, has_kernel
-from pallas_kernels.recurrent.inputs_kernel import BLOCK, NodeRows
+from pallas_kernels.recurrent.delta_rounds import committed_factors, counts_of
+from pallas_kernels.recurrent.inputs_kernel import NodeRows
 
 
 def takes_kernels(
@@ -26,10 +26,9 @@ def takes_kernels(
     """Return whether the kernels run on the device, and have a form for this batch, these heads and so many taps."""
     if isinstance(batch, PromptBatch) or batch.deterministic or projected.shape[1] > MOST_NODES:
         return False
-    (key_heads, key_dim), (heads, value_dim) = state.records.keys.shape[2:], state.records.values.shape[2:]
-    channels = heads // key_heads * value_dim
-    has_form = key_dim == BLOCK and inputs_kernel.has_form(projected.shape[1], channels, taps)
-    return has_form and projected.dtype == jnp.bfloat16 and has_kernel(state.records)
+    key_heads, (heads, value_dim) = state.records.keys.shape[2], state.records.values.shape[2:]
+    has_form = inputs_kernel.has_form(projected.shape[1], heads // key_heads * value_dim, taps)
+    return state.has_kernel and has_form and projected.dtype == jnp.bfloat16
 
 
 def run_nodes(

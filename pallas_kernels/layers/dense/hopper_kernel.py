@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from pallas_kernels.layers.dense.hopper_tiling import INNER_BYTES, STORE_BUFFERS, HopperTiles
+from pallas_kernels.layers.dense.hopper_tiling import INNER_BYTES, STORE_BUFFERS, HopperTiles, scale_columns
 from pallas_kernels.layers.hopper import HEIGHT
 from pallas_kernels.layers.quantize_rows import Activation, gate_logit
 
@@ -280,7 +280,7 @@ def multiply(
 
     scales_memory = [
         plgpu.SMEM((math.ceil(tiles.height / HEIGHT) * HEIGHT,), jnp.float32),
-        plgpu.SMEM((tiles.scale_tiles, tiles.halves, tiles.scale_columns), jnp.float32),
+        plgpu.SMEM((tiles.scale_tiles, tiles.halves, scale_columns(tiles.columns)), jnp.float32),
         plgpu.Barrier(num_arrivals=math.ceil(tiles.height / HEIGHT) + tiles.scale_tiles * tiles.halves),
     ]
 

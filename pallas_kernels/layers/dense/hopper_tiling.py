@@ -55,11 +55,6 @@ class HopperTiles(NamedTuple):
         return self.transposed or self.groups * HEIGHT
 
     @property
-    def scale_columns(self) -> int:
-        """Number of columns of the memory of an output tile's scales, which begins at a multiple of 128 bytes."""
-        return scale_columns(self.columns)
-
-    @property
     def operands(self) -> int:
         """Number of operands that the weights of a slice are: two if gate and up have an accumulator each."""
         is_joined = not self.transposed and self.halves * self.columns <= MOST_OPERAND
@@ -142,7 +137,7 @@ def choose_tiles(
 
 
 def scale_columns(columns: int) -> int:
-    """Returns the columns of an output tile, padded to a multiple of 128 bytes of float32."""
+    """Returns the length of the memory of a tile's scales, in float32: a multiple of 128 bytes."""
     return math.ceil(columns / 32) * 32
 
 
