@@ -44,6 +44,7 @@ def ready_engine(rows: int, context: int, depth: int, ids: Sequence[int] = ()) -
         slots=rows,
         buckets=(rows,),
         prefill_buckets=(2048,),
+        prefill_budget=rows * context,  # no row decodes before the prompts of all rows are prefilled
         max_len=context + max_tokens(depth, WARM_UP + STEPS),
         log_interval=None,
     )
@@ -105,12 +106,15 @@ def _block(engines: Sequence[Engine], contexts: Sequence[int], depth: int) -> np
 
 
 def _begin(hand: ByHand, context: int, depth: int) -> list[Request]:
-    """Submit a random prompt for each slot and return the requests once each has its first token."""
+    """Submit a random prompt for each slot and return the requests once a round of each was read.
+
+    Rounds wait for their programs, which another thread prepares when the first token arrives.
+    """
     rng = np.random.default_rng(context)
     params = SamplingParams(max_tokens=max_tokens(depth, WARM_UP + STEPS), temperature=0.0, ignore_eos=True)
     vocab = random_models.TARGETS["least"].vocab_size
     slots = hand.engine.config.slots
     requests = [hand.submit(rng.integers(0, vocab, context).tolist(), params) for _ in range(slots)]
-    while not all(request.token_ids for request in requests):
+    while not all(len(request.token_ids) > 1 for request in requests):
         hand.step()
     return requests
