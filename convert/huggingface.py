@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from ml_dtypes import finfo
 
-from convert.fields import CheckpointError, listed, named
-from convert.sources import FLOAT8, Shape, Source, Tensor, is_finite
+from convert.fields import listed, named
+from convert.sources import FLOAT8, Shape, Source, Tensor
 
 if TYPE_CHECKING:  # a file of jax
     from pallas_kernels.layers.weights import Kind
@@ -46,7 +45,8 @@ class MapRow:
         parameter: name of the parameter.
         sources: expected shapes of the tensors, by tensor name.
         shape: shape of the parameter.
-        fill: function (source, row, dtype) that reads and returns the values of the parameter.
+        fill: function (source, row, dtype) that reads and returns the values of the parameter; they are jax arrays if
+            those of the source are.
         dtype: dtype of the parameter; None: the dtype that the caller of `batches` asks for.
         kinds: key of `DTYPES` for each tensor whose dtype is not one for the dtype of the parameter, by tensor name.
         quantized: kind of the quantised weight of which the parameter is one of the arrays; None: it is a whole weight.
@@ -130,13 +130,7 @@ def flat(parameter: str, name: str, shape: Shape) -> MapRow:
 
 
 def _stack(source: Source, row: MapRow, dtype: str) -> np.ndarray:
-    filled, at = np.empty(row.shape, np.dtype(dtype)), 0
-    flat = filled.reshape(-1)  # concatenated and stacked tensors have the same memory layout
-    for name in row.sources:
-        for piece in source.pieces(name):
-            flat[at : at + piece.size] = cast(piece, dtype, name).reshape(-1)
-            at += piece.size
-    return filled
+    return source.joined(row.sources, row.shape, dtype)
 
 
 def same(parameter: str, sources: Mapping[str, Shape]) -> MapRow:
@@ -152,13 +146,7 @@ def same(parameter: str, sources: Mapping[str, Shape]) -> MapRow:
 def _first_of_same(source: Source, row: MapRow, dtype: str) -> np.ndarray:
     first, *others = row.sources
     for other in others:
-        pairs = zip(source.pieces(first), source.pieces(other), strict=True)
-        if any(a.dtype != b.dtype or not np.array_equal(a, b) for a, b in pairs):
-            raise CheckpointError(
-                source.tensors[other].file,
-                f"{other}: expected the values of {first}, to which it is tied, got others; "
-                "correct tie_word_embeddings in config.json",
-            )
+        source.check_equal(first, other)
     return _stack(source, stacked(row.parameter, {first: row.shape}), dtype)
 
 
@@ -167,7 +155,7 @@ def mapped(row: MapRow, function: Callable[[np.ndarray], np.ndarray], stored: Sh
 
     Args:
         row: the given row.
-        function: function that returns values in the shape of the parameter.
+        function: function of an array of numpy or jax that returns values in the shape of the parameter.
         stored: shape of the values in the row's only tensor; None: that of the parameter.
     """
     sources = row.sources if stored is None else dict.fromkeys(row.sources, stored)
@@ -187,30 +175,6 @@ def renamed(rows: Iterable[MapRow], names: Mapping[str, str]) -> list[MapRow]:
         names: new tensor names by old name; tensors without an entry keep their names.
     """
     return [replace(row, sources={names.get(name, name): shape for name, shape in row.sources.items()}) for row in rows]
-
-
-def cast(values: np.ndarray, dtype: str, name: str) -> np.ndarray:
-    """Convert values to another dtype through float32, which represents float16 and bfloat16 exactly.
-
-    Args:
-        values: values of the tensor.
-        dtype: dtype to convert to.
-        name: name of the tensor, for the error.
-
-    Raises:
-        CheckpointError: a finite value is too large for the dtype.
-    """
-    wanted = np.dtype(dtype)
-    if values.dtype == wanted:
-        return values
-    with np.errstate(over="ignore"):
-        rounded = values.astype(np.float32).astype(wanted)
-    if not is_finite(rounded) and np.isinf(rounded).sum() != np.isinf(values).sum():
-        remedy = "use bfloat16" if dtype == "float16" else "the file is damaged; download it again"
-        raise CheckpointError(
-            name, f"expected values within {dtype}'s {float(finfo(wanted).max):.9g}, got larger ones; {remedy}"
-        )
-    return rounded
 
 
 def check(rows: Iterable[MapRow], tensors: Mapping[str, Tensor]) -> None:

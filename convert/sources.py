@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import final
 
-import ml_dtypes  # noqa: F401 (gives numpy bfloat16 and float8)
+import ml_dtypes  # gives numpy bfloat16 and float8
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
@@ -90,6 +90,51 @@ class Source(abc.ABC):
             if not is_finite(piece):
                 self.not_finite[name] += int((~np.isfinite(piece)).sum())
             yield piece
+
+    def joined(self, names: Iterable[str], shape: Shape, dtype: str) -> np.ndarray:
+        """Return the values of some tensors, one after another, as an array of another shape and dtype."""
+        filled, at = np.empty(shape, np.dtype(dtype)), 0
+        flat = filled.reshape(-1)  # concatenated and stacked tensors have the same memory layout
+        for name in names:
+            for piece in self.pieces(name):
+                flat[at : at + piece.size] = cast(piece, dtype, name).reshape(-1)
+                at += piece.size
+        return filled
+
+    def check_equal(self, first: str, other: str) -> None:
+        """Raise CheckpointError unless two tensors that are tied have equal values."""
+        pairs = zip(self.pieces(first), self.pieces(other), strict=True)
+        if any(a.dtype != b.dtype or not np.array_equal(a, b) for a, b in pairs):
+            raise CheckpointError(
+                self.tensors[other].file,
+                f"{other}: expected the values of {first}, to which it is tied, got others; "
+                "correct tie_word_embeddings in config.json",
+            )
+
+
+def cast(values: np.ndarray, dtype: str, name: str) -> np.ndarray:
+    """Convert values to another dtype through float32, which represents float16 and bfloat16 exactly.
+
+    Args:
+        values: values of the tensor.
+        dtype: dtype to convert to.
+        name: name of the tensor, for the error.
+
+    Raises:
+        CheckpointError: a finite value is too large for the dtype.
+    """
+    wanted = np.dtype(dtype)
+    if values.dtype == wanted:
+        return values
+    with np.errstate(over="ignore"):
+        rounded = values.astype(np.float32).astype(wanted)
+    if not is_finite(rounded) and np.isinf(rounded).sum() != np.isinf(values).sum():
+        remedy = "use bfloat16" if dtype == "float16" else "the file is damaged; download it again"
+        raise CheckpointError(
+            name,
+            f"expected values within {dtype}'s {float(ml_dtypes.finfo(wanted).max):.9g}, got larger ones; {remedy}",
+        )
+    return rounded
 
 
 def is_finite(values: np.ndarray) -> bool:

@@ -51,7 +51,7 @@ SUB_FLOORS = {  # of packages that are divided, from the lowest floor up
         ("families",),
         ("load", "block", "kv_cache"),
         ("decoder",),
-        ("deterministic",),
+        ("deterministic", "exchange"),
     ),
     "pallas_kernels": (("dispatch",), ("layers",), ("attention", "recurrent", "sampling", "state")),
     "pallas_kernels.layers": (

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -196,7 +196,12 @@ def text_model(fields: Fields, source: Source) -> tuple[Fields, dict[str, str]]:
     if images := [name for name in source.tensors if name.startswith(IMAGES)]:
         logger.warning("the model's %d tensors for images are left out: jspec reads text alone", len(images))
     source.tensors = {name: tensor for name, tensor in source.tensors.items() if not name.startswith(IMAGES)}
-    return text, _with_unpacked({_without_prefix(name): name for name in source.tensors})
+    return text, text_names(source.tensors)
+
+
+def text_names(names: Iterable[str]) -> dict[str, str]:
+    """Return the stored name of each tensor of a language model by its name without prefix."""
+    return _with_unpacked({_without_prefix(name): name for name in names})
 
 
 def _with_unpacked(names: dict[str, str]) -> dict[str, str]:

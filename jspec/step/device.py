@@ -7,9 +7,11 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
 from jspec.core.records import Draft
+from jspec.draft.base import Drafter
 from jspec.models.parts.kv_pool import PoolShape
 from jspec.step.executable_key import ExecutableKey, Kind
 from jspec.step.memory import MemoryPlan
+from jspec.step.program import Params
 
 T = TypeVar("T")
 
@@ -69,6 +71,9 @@ class Device(Protocol):
 
     def wait(self, call: Callable[[], T]) -> T:
         """Return the result of a function that waits for the device."""
+
+    def use(self, drafter: Drafter, params: Params) -> None:
+        """Run later steps with other weights of the same shapes, and with the drafter that was bound to them."""
 
     def reset(self, error: BaseException) -> None:
         """Replace the state by a new one after a failed step with the given error; weights are kept."""

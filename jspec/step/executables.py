@@ -25,6 +25,7 @@ from jspec.core.config import EngineConfig
 from jspec.core.prefill_input import PrefillInput
 from jspec.core.progress import progress_bar
 from jspec.core.records import Draft, LayerState, SlotState, StepResult
+from jspec.draft.base import Drafter
 from jspec.models.kv_cache import copy_state, update_page_table
 from jspec.models.weights.tensor_parallel import state_layout
 from jspec.sampling import grammar_mask, penalties
@@ -72,7 +73,7 @@ class Executables:
     ) -> None:
         (device, *_) = state.root.devices()
         self._program = replace(program, implementation=resolve(program.implementation, device))
-        self._params = params
+        self._params = shapes_of(params, program.mesh)  # shapes, so that replaced weights are freed
         self._config = config
         self._drafting = drafting
         self._pages = state.page_table.shape[1]
@@ -86,6 +87,10 @@ class Executables:
         self.digests: dict[str, str] = {}
         logger.info("kernels: %s", describe(program.implementation, device))
         warn_of_slow_layers(state.target, device.platform)
+
+    def use_drafter(self, drafter: Drafter) -> None:
+        """Compile later programs with a drafter of other weights, so that the old ones are freed."""
+        self._program = replace(self._program, drafter=drafter)
 
     @property
     def helpers(self) -> list[Kind]:

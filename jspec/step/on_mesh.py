@@ -162,8 +162,18 @@ def _init_local(program: Program, specs: Any, devices: int, pool: PoolShape, par
 def on_one(program: Program, params: Params) -> tuple[Program, Params]:
     """Return the program and the shapes of the parameters of one of the devices."""
     if program.mesh is None:
-        return program, params
+        return program, shared_shapes(params)
     return replace(program, mesh=None), local_shapes(params, program.mesh)
+
+
+def shared_shapes(tree: Any) -> Any:
+    """Return the shapes of arrays of one device; arrays that are shared in the tree are shared shapes."""
+    made: dict[int, jax.ShapeDtypeStruct] = {}
+
+    def shape(leaf: Any) -> jax.ShapeDtypeStruct:
+        return made.setdefault(id(leaf), jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+
+    return jax.tree.map(shape, tree)
 
 
 def shapes_of(tree: Any, mesh: Mesh | None) -> Any:

@@ -125,6 +125,14 @@ class Side:
     def _drop_state(self) -> None:
         self.state, self.draft = None, None  # type: ignore[assignment]
 
+    def use(self, drafter: Drafter, params: Params) -> None:
+        """Run later steps with other weights of the same shapes, and with the drafter that was bound to them."""
+        if not isinstance(self.program.drafter, Elsewhere):
+            self.program = replace(self.program, drafter=drafter)
+            self.planner = replace(self.planner, program=replace(self.planner.program, drafter=drafter))
+            self.programs.use_drafter(drafter)
+        self.params = params
+
     def reset(self, error: BaseException) -> None:
         """Replace the state by a new one after a failed step with the given error; weights are kept."""
         self._calls.reset(partial(self.reset_here, error))

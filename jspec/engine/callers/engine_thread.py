@@ -20,6 +20,7 @@ from jspec.engine.request.request import Request
 from jspec.engine.run.core import EngineCore
 from jspec.engine.run.errors import Recovery, caused_by
 from jspec.engine.run.stats_logger import LowAcceptanceWarner, StatsLogger
+from jspec.engine.run.weight_update import settle
 from jspec.step.executable_key import ExecutableKey
 
 AT_ONCE = 256  # completions that one call queues or aborts
@@ -113,6 +114,26 @@ class EngineThread:
             if is_running:
                 self.call(partial(_set_result, done, function))
         return done.result() if is_running else function()
+
+    def settled(self, requests: str, function: Callable[[], T]) -> tuple[dict[str, int], T]:
+        """Return the numbers of treated requests and the result of a function that is called after their treatment.
+
+        Args:
+            requests: how to treat the requests (`jspec.engine.run.weight_update.settle`); "wait": until they have
+                ended, while requests that are submitted later wait for the function.
+        """
+
+        def call() -> tuple[dict[str, int], T]:
+            with self.recovery:
+                self.core.read_all()
+            return settle(self.core, requests), function()
+
+        if requests != "wait":
+            return self.do(call)
+        self.start()
+        done: Future[tuple[dict[str, int], T]] = Future()
+        self.do(partial(self.core.when_empty, partial(_set_result, done, call)))
+        return done.result()
 
     def close(self) -> None:
         """Abort all requests, deliver their last chunks, wait for the end of the thread and free the device memory."""
@@ -306,6 +327,7 @@ class EngineThread:
                 self._abort_all(unfinished)
             else:
                 self.core.fail(unfinished, caused_by(error, ENDED))
+            self.core.make_calls()
         finally:
             self._deliveries.close()
 

@@ -29,6 +29,7 @@ class RequestState:
         num_cached_rows: number of rows found in the prefix cache at admission.
         num_draft_cached_tokens: number of tokens whose rows are committed in both the target's and the draft's cache.
         page_digests: digests of the request's full pages (`jspec.engine.schedule.page_pool.page_digests`).
+        salt: bytes that keep the request from sharing pages with requests of an earlier prefix cache.
         num_shared_pages: number of the request's full pages that are in the prefix cache.
         num_synced_pages: number of the request's pages that are in the device's page table.
         steps_in_flight: number of dispatched steps with this request whose results were not read.
@@ -45,6 +46,7 @@ class RequestState:
     num_cached_rows: int = 0
     num_draft_cached_tokens: int = 0
     page_digests: list[bytes] = field(default_factory=list)
+    salt: bytes = b""
     num_shared_pages: int = 0
     num_synced_pages: int = 0
     steps_in_flight: int = 0
@@ -76,6 +78,7 @@ class OutputState:
             requested.
         rounds: one record per round, with ``trace=True``.
         metrics: counters of the request.
+        weight_versions: (index of the first token, version of the weights that it was computed with), for each version.
         queued_at: value of `time.perf_counter` (seconds) when the request was queued; None: it was never queued.
         finish_reason: reason for which the request ended; None while the request runs or waits.
         stop_reason: the stop token or stop string that ended the request.
@@ -94,6 +97,7 @@ class OutputState:
     prompt_logprobs: PromptLogprobs | None = None
     rounds: list[Round] = field(default_factory=list)
     metrics: Metrics = field(default_factory=Metrics)
+    weight_versions: list[tuple[int, int]] = field(default_factory=list)
     queued_at: float | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -294,6 +298,8 @@ class Completion:
         reasoning: of a chat, the reasoning before the answer, which ``text`` then lacks and ``pieces`` have; None: the
             chat template has none of the formats of `jspec.engine.reading.reasoning`, the tokenizer cannot show their
             markers, a grammar leaves no room for it and does not wait for it, or this is no chat.
+        weight_versions: (start, end, version) of the output tokens that were computed with the same weights
+            (`jspec.Engine.update_weights`), in order.
     """
 
     text: str | None
@@ -310,6 +316,7 @@ class Completion:
     pieces: list[str] | None = field(default=None, repr=False)
     others: tuple[Completion, ...] = field(default=(), repr=False)
     reasoning: str | None = field(default=None, repr=False)
+    weight_versions: tuple[tuple[int, int, int], ...] = field(default=(), repr=False)
 
     def raise_for_error(self) -> Completion:
         """Raise the first error of the prompt's completions; return this completion if none has an error."""

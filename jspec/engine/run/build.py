@@ -26,14 +26,13 @@ from jspec.engine.text.tokenizer_files import eos_ids
 from jspec.models.config.decoder_config import DecoderConfig, ModelConfig
 from jspec.models.decoder import Model
 from jspec.models.deterministic import check_deterministic
-from jspec.models.weights.quantize import quantize_weights
-from jspec.models.weights.tensor_parallel import place
 from jspec.sampling import logits_processor as processors
 from jspec.sampling.logits_processor import LogitsProcessor
 from jspec.step.across_processes import calls_on
 from jspec.step.on_mesh import mesh_for, on_one
-from jspec.step.program import Params, Program
+from jspec.step.program import Program
 from jspec.step.side import check_apart, sides_of
+from jspec.step.weights import bound, on_devices
 from pallas_kernels.recurrent.records import EVERY
 
 logger = logging.getLogger(__name__)
@@ -108,13 +107,10 @@ def build_core(
     check_layer_windows("target", target.config, drafter.tree)
     if config.draft_window is not None:
         drafter = drafter.with_window(config.draft_window)
-    target = _for_length(target, config.max_len)
     mesh = mesh_for(config, target)
     check_apart(config, mesh, target, drafter)
-    if mesh is not None:
-        target, drafter = place(target, mesh), drafter.on_mesh(mesh)
-    if config.quantize is not None:
-        target = quantize_weights(target, config.quantize)
+    target = on_devices(target, config, mesh)
+    drafter = drafter if mesh is None else drafter.on_mesh(mesh)
     rule = verify.resolve(config.accept)
     rule.check(drafter.tree)
     depths, nodes = _draft_depths(config, drafter), _draft_nodes(config, drafter)
@@ -131,34 +127,18 @@ def build_core(
         processor_args=config.processor_args,
         mesh=mesh,
     )
-    draft = _for_length(drafter.bind(target), config.max_len)
-    params = Params(target=target, draft=draft)
-    if mesh is not None:  # quantised weights and the drafter's tables
-        params = place(params, mesh) if drafter.mesh is None else replace(params, target=place(target, mesh))
+    params = bound(target, drafter, config, mesh)
     if config.deterministic:
         check_deterministic(on_one(program, replace(params, draft=()))[1].main, config.implementation)
     calls = calls_on(mesh)
     calls.check_same(program, params, config)
     devices = sides_of(program, params, config, calls)
     runner = ModelRunner(program, params, config, round_sizes(depths, nodes), devices, calls)
-    rows_read = None if logits_processor is not None else _rows_read(target, drafter, draft)
+    rows_read = None if logits_processor is not None else _rows_read(target, drafter, params.draft)
     limits = replace(_scheduler_limits(config, drafter), window=rows_read)
     states = StatePool(runner.pool.copies, EVERY, config.page_size) if target.config.has_slot_states else None
     scheduler = Scheduler(PagePool(runner.pool.pages, config.page_size), limits, states)
     return EngineCore(runner, scheduler, policy_of(config, drafter.tree, depths, nodes, runner))
-
-
-def _for_length(params: Any, max_len: int) -> Any:
-    """Return a model or a head whose rotary embedding is that for texts of ``max_len`` tokens; others unchanged."""
-    if isinstance(params, (BoundModel, BoundDFlash)):
-        return replace(params, model=_for_length(params.model, max_len))
-    if not isinstance(config := getattr(params, "config", None), DecoderConfig):
-        return params
-    wanted = config.for_length(max_len)
-    if wanted == config:
-        return params
-    logger.info("longrope: max_len %d is above %d, so long_factor is used", max_len, config.rope.original_max_position)
-    return params.replace(config=wanted)
 
 
 def _rows_read(target: Model, drafter: Drafter, draft: Any) -> int | None:

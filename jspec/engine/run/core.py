@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -39,6 +39,8 @@ class EngineCore:
         ended_metrics: sum of the counters of ended requests.
         latencies: histograms of times and sizes, mostly of the requests that ended with a reason in `COMPLETE`.
         live: the queued requests that have not ended.
+        weight_version: version of the weights (`jspec.engine.run.weight_update`).
+        is_asleep: whether there is no state on the device, so that all requests wait.
     """
 
     def __init__(self, runner: ModelRunner, scheduler: Scheduler, policy: Policy) -> None:
@@ -51,6 +53,10 @@ class EngineCore:
         self.ended_metrics = Metrics()
         self.latencies = Latencies()
         self.live = LiveRequests()
+        self.weight_version = 0
+        self.is_asleep = False
+        self._held: list[Request] = []  # requests that wait for a call of `when_empty`
+        self._calls: deque[Callable[[], object]] = deque()
 
     # -- the loop
 
@@ -60,6 +66,10 @@ class EngineCore:
         Args:
             overlap: whether to leave the result of the newest step unread, so that the host works while it runs.
         """
+        if self._calls and not self.live:
+            self.make_calls()
+        if self.is_asleep:
+            return False
         self.stopwatch.come_back()
         if self._needs_newest_tokens():
             self._read_down_to(0)
@@ -69,6 +79,23 @@ class EngineCore:
         self._read_down_to(1 if is_ahead else 0)
         self.stopwatch.leave()
         return has_work
+
+    def read_all(self) -> None:
+        """Read the results of all dispatched steps."""
+        self._read_down_to(0)
+
+    def when_empty(self, call: Callable[[], object]) -> None:
+        """Call a function once all queued requests have ended; later ones wait for it. An error of it is not caught."""
+        self._calls.append(call)
+
+    def make_calls(self) -> None:
+        """Make the calls of `when_empty`, and queue the requests that waited for them."""
+        while self._calls:
+            self._calls.popleft()()
+        held, self._held = self._held, []
+        for request in held:
+            if request.finish_reason is None:
+                self._queue(request)
 
     def _needs_newest_tokens(self) -> bool:
         """Return whether the next dispatch needs grammar masks that the host computes from the newest tokens."""
@@ -159,8 +186,29 @@ class EngineCore:
         """
         request.output.queued_at = queued_at
         request.state.prefill_sizes = self.runner.choice.prefill_sizes(request)
+        if self._calls:
+            self._held.append(request)
+        else:
+            self._queue(request)
+
+    def _queue(self, request: Request) -> None:
+        request.output.weight_versions = [(0, self.weight_version)]
         self.live.add(request)
         self.scheduler.add(request)
+
+    @property
+    def waiting(self) -> list[Request]:
+        """The queued requests that do not run."""
+        return [*self.scheduler.waiting, *self._held]
+
+    def use_version(self, version: int) -> None:
+        """Let tokens from now on be those of other weights."""
+        self.weight_version = version
+        for request in [*self.scheduler.running, *self.scheduler.waiting]:
+            start, versions = len(request.token_ids), request.output.weight_versions
+            if versions[-1][0] == start:
+                versions.pop()
+            versions.append((start, version))
 
     def finish(self, request: Request, reason: str) -> None:
         """End a request and free its slot and pages at once; do nothing if it has ended already."""
@@ -200,7 +248,7 @@ class EngineCore:
 
     def close(self) -> None:
         """Abort all requests and free the device memory."""
-        for request in [*self.scheduler.running, *self.scheduler.waiting]:
+        for request in [*self.scheduler.running, *self.waiting]:
             self.finish(request, "abort")
         self.in_flight.clear()
         self.stopwatch.reset()
@@ -216,8 +264,8 @@ class EngineCore:
     def metrics(self) -> Metrics:
         """Add up the counters of all requests, both ended and live; count the pages in use now."""
         scheduler = self.scheduler
-        preempted = (request for request in scheduler.waiting if request.metrics.num_preemptions)
-        live = (request.metrics for request in [*scheduler.running, *preempted])
+        ran = (request for request in scheduler.waiting if request.metrics.num_prompt_tokens)  # and will run again
+        live = (request.metrics for request in [*scheduler.running, *ran])
         total = sum(live, self.ended_metrics)  # counters of requests that never ran are zero
         counts: dict[str, Any] = scheduler.states.counts() if scheduler.states is not None else {}
         return replace(total, pages_in_use=scheduler.pages.num_used, **counts)

@@ -48,10 +48,10 @@ class Recovery:
         except Exception as failure:
             self.healthy = False
             if not core.runner.calls.is_whole:  # the failure says which process is lost
-                core.fail(core.scheduler.waiting, failure)
+                core.fail(core.waiting, failure)
             else:
                 error.add_note(RESTART)
-                core.fail(core.scheduler.waiting, caused_by(error, RESTART))
+                core.fail(core.waiting, caused_by(error, RESTART))
                 logger.exception("the state could not be made anew: restart the process")
 
 

@@ -18,6 +18,7 @@ import numpy as np
 from jspec.core.config import EngineConfig
 from jspec.core.prefill_input import PrefillInput
 from jspec.core.records import StepOutput
+from jspec.draft.base import Drafter
 from jspec.engine.grammar.token_table import TablePool
 from jspec.engine.input.penalty_input import pack_controls
 from jspec.engine.input.prompt_input import pack_pending_rows, pack_piece
@@ -291,6 +292,15 @@ class ModelRunner:
         """Replace the device's state by a new one after a failed step with the given error; weights are kept."""
         for side in self._sides:
             side.reset(error)
+
+    def use(self, drafter: Drafter, params: Params) -> None:
+        """Run later steps with other weights of the same shapes, and with the drafter that was bound to them."""
+        self.program, self.params = replace(self.program, drafter=drafter), params
+        if self.target_side is self.draft_side:
+            self.target_side.use(drafter, params)
+        else:
+            self.target_side.use(drafter, replace(params, draft=()))
+            self.draft_side.use(drafter, replace(params, target=None))
 
     def close(self) -> None:
         """Free the device memory of the state, in all processes."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from jspec.core.prompt_blocks import NO_TOKEN
 from jspec.core.records import StepOutput, StepResult, Trace
-from jspec.engine.request.request import Chunk, Completion, Request
+from jspec.engine.request.request import Chunk, Completion, OutputState, Request
 from jspec.engine.request.round_record import Round
 from jspec.engine.request.token_logprobs import TokenLogprob, token_logprobs
 
@@ -153,7 +153,15 @@ def _completion(request: Request, prompt: list[int]) -> Completion:
         logprobs=list(output.logprobs) if request.params.logprobs is not None else None,
         prompt_logprobs=_prompt_logprobs(request),
         pieces=list(output.pieces) if output.decoder.has_text else None,
+        weight_versions=_version_spans(output),
     )
+
+
+def _version_spans(output: OutputState) -> tuple[tuple[int, int, int], ...]:
+    starts = [start for start, _ in output.weight_versions]
+    ends = [*starts[1:], len(output.token_ids)]
+    spans = zip(starts, ends, output.weight_versions, strict=False)
+    return tuple((start, end, version) for start, end, (_, version) in spans if start < end)
 
 
 def _prompt_logprobs(request: Request) -> list[TokenLogprob | None] | None:

@@ -166,10 +166,18 @@ class PagePool:
 
     def clear(self) -> None:
         """Empty the prefix cache."""
-        self._free.extend(self._idle)
-        self._idle.clear()
+        self.forget_idle()
         self._digest_of.clear()
         self._page_of.clear()
+
+    def forget_idle(self) -> int:
+        """Take all idle pages out of the prefix cache; return their number."""
+        count = len(self._idle)
+        for page in self._idle:
+            del self._page_of[self._digest_of.pop(page)]
+        self._free.extend(self._idle)
+        self._idle.clear()
+        return count
 
     def check(self) -> None:
         """Assert that every page is in exactly one state and that its number of owners was counted correctly."""

@@ -157,6 +157,7 @@ class Scheduler:
         self.running: list[Request] = []
         self._free_slots = list(range(limits.slots - 1, -1, -1))
         self._tokens_since_round = 0  # sum of the buckets of the prefills since the last round
+        self._num_resets, self._salt = 0, b""  # requests share pages that were computed under the same salt
         self._failed_admission: _FailedAdmission | None = None
 
     @property
@@ -248,6 +249,30 @@ class Scheduler:
         self.pages.cache(request.id, digests, first=state.num_shared_pages)
         state.num_shared_pages = count
 
+    def reset_prefix_cache(self) -> int:
+        """Let no later request share pages or states that were computed until now; return the number of idle pages.
+
+        Running requests keep their pages. What they put into the prefix cache from now on, they alone can find there:
+        its rows depend on their earlier rows.
+        """
+        self._num_resets += 1
+        self._salt = b"%d:" % self._num_resets
+        self._failed_admission = None
+        if self.states is not None:
+            self.states.forget()
+        return self.pages.forget_idle()
+
+    def retract(self) -> int:
+        """Let all running requests wait until they compute their rows anew; return their number. No step is in flight.
+
+        Unlike a preemption this is followed by `reset_prefix_cache`, so nothing of a request is kept but its tokens.
+        """
+        requests = list(self.running)
+        for request in requests:
+            self._release(request)
+            insort(self.waiting, request, key=_order)
+        return len(requests)
+
     @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
@@ -310,6 +335,8 @@ class Scheduler:
 
     def _digests_to_match(self, request: Request) -> list[Digest]:
         """Return the digests of the full pages of a request's first tokens; none if the request may share no page."""
+        if request.state.slot is None and request.state.salt != self._salt:  # its rows are computed from now on
+            request.state.salt, request.state.page_digests = self._salt, []
         if not self.limits.prefix_cache or request.scores_prompt:  # cached pages do not contain logits
             return []
         count = request.rows_committed // self.pages.page_size
@@ -320,7 +347,7 @@ class Scheduler:
         """Compute the missing ones of the digests of a request's first ``count`` pages."""
         digests, size = request.state.page_digests, self.pages.page_size
         tokens = request.tokens_between(len(digests) * size, count * size)
-        digests += page_digests(tokens, size, digests[-1] if digests else request.cache_salt)
+        digests += page_digests(tokens, size, digests[-1] if digests else request.state.salt + request.cache_salt)
 
     def _is_in_budget(self, request: Request) -> bool:
         """Return whether the budget allows a prefill for the request before the next round; it always allows one."""

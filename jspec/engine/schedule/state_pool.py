@@ -114,6 +114,10 @@ class StatePool:
 
     def clear(self) -> None:
         """Forget all copies, whose contents were lost."""
+        self.forget()
+        self._copies.clear()
+
+    def forget(self) -> None:
+        """Forget all copies; those to make before the next step are still made."""
         self._free += self._entry_of.values()
         self._entry_of.clear()
-        self._copies.clear()

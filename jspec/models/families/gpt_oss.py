@@ -91,4 +91,4 @@ def _read(row: MapRow) -> MapRow:
 
 def _gate_first(values: np.ndarray) -> np.ndarray:
     """Reorder alternating channels of gate and up along axis 1 to those of the gate, then those of up."""
-    return np.concatenate([values[:, ::2], values[:, 1::2]], axis=1)
+    return values.reshape(len(values), -1, 2, *values.shape[2:]).swapaxes(1, 2).reshape(values.shape)

@@ -20,8 +20,8 @@ from functools import partial
 import numpy as np
 
 from convert.fields import CheckpointError, listed, short
-from convert.huggingface import MapRow, cast, is_stacked, selected, unselected
-from convert.sources import FLOAT8, Shape, Source, Tensor
+from convert.huggingface import MapRow, is_stacked, selected, unselected
+from convert.sources import FLOAT8, Shape, Source, Tensor, cast
 from jspec.models.parts.checks import unsupported
 from jspec.models.weights.int4_rows import check_scales, packed_name, split_int4
 from jspec.models.weights.mxfp4_rows import mxfp4_rows

@@ -113,7 +113,7 @@ def _each_expert(tensors: Sequence[str], count: int) -> list[str]:
 def input_major(row: MapRow) -> MapRow:
     """Return the row of a parameter of experts [experts, out, in] that the file stores as [experts, in, out]."""
     count, out, inner = row.shape
-    return mapped(row, lambda values: np.ascontiguousarray(values.swapaxes(1, 2)), (count, inner, out))
+    return mapped(row, lambda values: values.swapaxes(1, 2).copy(), (count, inner, out))
 
 
 def _plus_one(values: np.ndarray) -> np.ndarray:

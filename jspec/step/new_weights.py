@@ -1,0 +1,87 @@
+"""Reads new weights from what a trainer has, and brings them to an engine's devices in the form of its old ones."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from jspec.core.config import EngineConfig
+from jspec.core.shorten import short
+from jspec.draft.base import Drafter
+from jspec.draft.beside import Beside
+from jspec.draft.mtp import MTP
+from jspec.models import exchange, load
+from jspec.models.decoder import Model
+from jspec.step.program import Params, Program
+from jspec.step.weights import bound, check_live, check_update, on_devices, without
+
+WeightSource = Model | Mapping[str, Any] | str | os.PathLike[str]
+
+
+def new_weights(
+    weights: WeightSource,
+    drafter: Drafter | str | None,
+    program: Program,
+    old: Params,
+    config: EngineConfig,
+    *,
+    copy: bool,
+) -> tuple[Drafter, Params]:
+    """Return the drafter and the weights that an update of an engine uses, once they are on its devices.
+
+    Args:
+        weights, drafter, copy: arguments of `jspec.Engine.update_weights`.
+        program: settings of the engine's programs.
+        old: its weights, or their shapes.
+        config: its options.
+
+    Raises:
+        TypeError, ValueError: the weights or the drafter are not like the engine's.
+    """
+    check_live(weights if isinstance(weights, (Model, Mapping)) else ())
+    proposes = _drafter_of(drafter, program, config)
+    model = exchange.joined_like(_model_of(weights, program, old, config), old.main)
+    params = bound(on_devices(model, config, program.mesh), proposes, config, program.mesh)
+    check_update(params, old)
+    if copy:
+        sources: list[Any] = [weights] if isinstance(weights, Model) else []
+        sources += [] if proposes is program.drafter else [jax.tree.leaves(vars(proposes))]
+        params = without(params, sources)
+    return proposes, jax.block_until_ready(params)
+
+
+def _model_of(weights: WeightSource, program: Program, old: Params, config: EngineConfig) -> Model:
+    if isinstance(weights, Model):
+        return weights
+    dtype = str(old.main.dtype)
+    if isinstance(weights, (str, os.PathLike)):
+        checkpoint = load.load(os.fspath(weights), dtype=dtype, quantize=config.quantize, mesh=program.mesh)
+        return Model.from_weights(checkpoint.config, checkpoint.weights, program.mesh)
+    if isinstance(weights, Mapping):
+        return exchange.from_names(weights, old.main.config, dtype)
+    raise TypeError(
+        "update_weights: weights: expected a Model, a mapping of arrays by the names of a Hugging Face checkpoint, a "
+        f"folder or a hub id, got {short(weights)}"
+    )
+
+
+def _drafter_of(drafter: Drafter | str | None, program: Program, config: EngineConfig) -> Drafter:
+    """Return a drafter of new weights in the form of the engine's, or the engine's."""
+    old = program.drafter
+    if drafter == "keep":
+        return old
+    if drafter is None:
+        if isinstance(old.model if isinstance(old, Beside) else old, MTP):
+            raise ValueError(
+                "update_weights: drafter: expected the MTP layer that belongs to the new weights, got None; pass "
+                'drafter=jspec.MTP(head, tree), or drafter="keep" to draft with the old layer'
+            )
+        return old
+    if not isinstance(drafter, Drafter) or type(drafter) is not type(old) or drafter.tree != old.tree:
+        raise ValueError(f"update_weights: drafter: expected one like the engine's {old!r}, got {short(drafter)}")
+    if config.draft_window is not None:
+        drafter = drafter.with_window(config.draft_window)
+    return drafter if program.mesh is None else drafter.on_mesh(program.mesh)

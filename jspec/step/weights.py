@@ -1,0 +1,137 @@
+"""Makes the weights of an engine's programs from a target and a drafter, at the start and for an update."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jspec.core.config import EngineConfig
+from jspec.draft.base import Drafter
+from jspec.draft.dflash_head import BoundDFlash
+from jspec.draft.draft_model import BoundModel
+from jspec.models.config.decoder_config import DecoderConfig
+from jspec.models.decoder import Model
+from jspec.models.weights.quantize import quantize_weights
+from jspec.models.weights.tensor_parallel import place
+from jspec.step.program import Params
+
+SHOWN = 5  # number of weights that an error names
+
+logger = logging.getLogger(__name__)
+
+
+def on_devices(target: Model, config: EngineConfig, mesh: Mesh | None) -> Model:
+    """Return a target with the rotary embedding of the engine's ``max_len``, divided over its mesh and quantised."""
+    target = for_length(target, config.max_len)
+    target = target if mesh is None else place(target, mesh)
+    return target if config.quantize is None else quantize_weights(target, config.quantize)
+
+
+def bound(target: Model, drafter: Drafter, config: EngineConfig, mesh: Mesh | None) -> Params:
+    """Bind a drafter to a target of `on_devices`; the drafter's weights and tables come to its devices."""
+    params = Params(target=target, draft=for_length(drafter.bind(target), config.max_len))
+    if mesh is None:
+        return params
+    return place(params, mesh) if drafter.mesh is None else replace(params, target=place(target, mesh))
+
+
+def for_length(params: Any, max_len: int) -> Any:
+    """Return a model or a head whose rotary embedding is that for texts of ``max_len`` tokens; others unchanged."""
+    if isinstance(params, (BoundModel, BoundDFlash)):
+        return replace(params, model=for_length(params.model, max_len))
+    if not isinstance(config := getattr(params, "config", None), DecoderConfig):
+        return params
+    wanted = config.for_length(max_len)
+    if wanted == config:
+        return params
+    logger.info("longrope: max_len %d is above %d, so long_factor is used", max_len, config.rope.original_max_position)
+    return params.replace(config=wanted)
+
+
+def check_update(new: Params, old: Params) -> None:
+    """Raise a ValueError unless programs that were compiled for the old weights run with the new ones.
+
+    Args:
+        new: weights to use from now on.
+        old: weights of the engine, or their shapes.
+    """
+    new_config, old_config = new.main.config, old.main.config
+    if new_config != old_config:
+        changed = [
+            f"{field.name} {getattr(old_config, field.name)!r} is {getattr(new_config, field.name)!r}"
+            for field in fields(old_config)
+            if getattr(old_config, field.name) != getattr(new_config, field.name)
+        ]
+        raise ValueError(_refusal("a target of the same config", ", ".join(changed)))
+    wanted, got = _leaves(old), _leaves(new)
+    faults = {
+        "missing": sorted(wanted.keys() - got.keys()),
+        "unknown": sorted(got.keys() - wanted.keys()),
+        "other": [f"{n} ({got[n]} for {wanted[n]})" for n in wanted if n in got and got[n] != wanted[n]],
+    }
+    if any(faults.values()):
+        named = "; ".join(f"{fault}: {_first(names)}" for fault, names in faults.items() if names)
+        raise ValueError(_refusal("weights of the same names, shapes, dtypes and devices", named))
+    if jax.tree.structure(new) != jax.tree.structure(old):  # type: ignore[operator]
+        raise ValueError(_refusal("a drafter of the same config and tree", "another"))
+
+
+def check_live(weights: Any) -> None:
+    """Raise a ValueError if arrays of a tree were deleted, because their owner donated them to a program."""
+    if any(leaf.is_deleted() for leaf in jax.tree.leaves(weights) if isinstance(leaf, jax.Array)):
+        raise ValueError(
+            "update_weights: expected arrays, got some that were deleted, because they were donated to a program; pass "
+            "the arrays that the program returned"
+        )
+
+
+def without(params: Params, others: Any) -> Params:
+    """Return weights that share no buffer with the arrays of other trees: those that do are copied."""
+    taken = {buffer for leaf in jax.tree.leaves(others) for buffer in _buffers(leaf)}
+    copies: dict[int, Any] = {}  # target and drafter may share weights
+
+    def copied(leaf: Any) -> Any:
+        if taken.isdisjoint(_buffers(leaf)):
+            return leaf
+        if id(leaf) not in copies:
+            copies[id(leaf)] = jnp.copy(leaf)
+        return copies[id(leaf)]
+
+    return jax.tree.map(copied, params)
+
+
+def _buffers(leaf: Any) -> list[int]:
+    """Return the addresses of an array's parts on devices."""
+    if not isinstance(leaf, jax.Array):
+        return []
+    return [part.data.unsafe_buffer_pointer() for part in leaf.addressable_shards]
+
+
+def _leaves(params: Params) -> Mapping[str, str]:
+    """Return the shape, dtype and devices of each array as a text, by its name."""
+    named = jax.tree_util.tree_flatten_with_path(params)[0]
+    return {jax.tree_util.keystr(path, simple=True, separator="."): _text(leaf) for path, leaf in named}
+
+
+def _text(leaf: Any) -> str:
+    sharding = getattr(leaf, "sharding", None)
+    spec = getattr(sharding, "spec", None)
+    return f"{leaf.dtype}{list(leaf.shape)}{'' if spec is None else f' {tuple(spec)}'}"
+
+
+def _first(names: list[str]) -> str:
+    more = len(names) - SHOWN
+    return ", ".join(names[:SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def _refusal(expected: str, got: str) -> str:
+    return (
+        f"update_weights: expected {expected} as the engine's, got others ({got}); nothing was changed. Pass weights "
+        "of the same model, or make a new engine"
+    )
