@@ -6,6 +6,7 @@ so arrays of a trainer on a GPU stay there.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from convert import huggingface, orbax
+from convert.detect import LATER_TENSORS
 from convert.huggingface import MapRow, renamed
 from convert.sources import Shape, Source, Tensor
 from jspec.models import families
@@ -57,7 +59,7 @@ def from_names(arrays: Mapping[str, Any], config: ModelConfig, dtype: str) -> Mo
 
     Args:
         arrays: arrays of jax or numpy in any floating-point dtype, with or without the prefix of a text model in a
-            checkpoint with an image encoder.
+            checkpoint with an image encoder. Those of layers that predict further tokens are left out.
         config: config of the model.
         dtype: dtype of the parameters.
 
@@ -67,10 +69,11 @@ def from_names(arrays: Mapping[str, Any], config: ModelConfig, dtype: str) -> Mo
     Raises:
         ValueError: names, shapes or dtypes are not those of the config.
     """
-    names = text_names(arrays)
+    names = {name: stored for name, stored in text_names(arrays).items() if not _is_later(name, config)}
+    arrays = {stored: arrays[stored] for stored in names.values()}
     rows = tuple(renamed(families.family_of(config.family).weights(config, names), names))
     huggingface.check(rows, Arrays(arrays).tensors)
-    made = jax.jit(partial(_filled, rows, dtype))(dict(arrays))
+    made = jax.jit(partial(_filled, rows, dtype))(arrays)
     return Model.from_weights(config, orbax.unflatten(made, {}))
 
 
@@ -82,6 +85,12 @@ def joined_like(model: Model, other: Model) -> Model:
     layers = [dict(vars(layer)) for layer in model.layers]
     join_layers(model.config.mlps, layers)
     return model.replace(layers=[Layer(**layer) for layer in layers])  # type: ignore[attr-defined]
+
+
+def _is_later(name: str, config: ModelConfig) -> bool:
+    """Return whether a tensor is of a layer behind the last one, which predicts further tokens."""
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    return bool(LATER_TENSORS.fullmatch(name)) or (layer is not None and int(layer[1]) >= config.num_layers)
 
 
 def _filled(rows: Iterable[MapRow], dtype: str, arrays: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from jspec.draft.mtp import MTP
 from jspec.models import exchange, load
 from jspec.models.decoder import Model
 from jspec.step.program import Params, Program
-from jspec.step.weights import bound, check_live, check_update, on_devices, without
+from jspec.step.weights import bound, check_config, check_live, check_shapes, on_devices, without
 
 WeightSource = Model | Mapping[str, Any] | str | os.PathLike[str]
 
@@ -44,8 +44,10 @@ def new_weights(
     check_live(weights if isinstance(weights, (Model, Mapping)) else ())
     proposes = _drafter_of(drafter, program, config)
     model = exchange.joined_like(_model_of(weights, program, old, config), old.main)
-    params = bound(on_devices(model, config, program.mesh), proposes, config, program.mesh)
-    check_update(params, old)
+    target = on_devices(model, config, program.mesh)
+    check_config(target, old.main)
+    params = bound(target, proposes, config, program.mesh)
+    check_shapes(params, old)
     if copy:
         sources: list[Any] = [weights] if isinstance(weights, Model) else []
         sources += [] if proposes is program.drafter else [jax.tree.leaves(vars(proposes))]

@@ -54,21 +54,19 @@ def for_length(params: Any, max_len: int) -> Any:
     return params.replace(config=wanted)
 
 
-def check_update(new: Params, old: Params) -> None:
-    """Raise a ValueError unless programs that were compiled for the old weights run with the new ones.
+def check_config(new: Model, old: Model) -> None:
+    """Raise a ValueError unless a target has the config of an engine's target."""
+    if new.config == old.config:
+        return
+    values = {
+        field.name: (getattr(old.config, field.name), getattr(new.config, field.name)) for field in fields(old.config)
+    }
+    changed = [f"{name} {was!r} is {now!r}" for name, (was, now) in values.items() if was != now]
+    raise ValueError(_refusal("a target of the same config", ", ".join(changed)))
 
-    Args:
-        new: weights to use from now on.
-        old: weights of the engine, or their shapes.
-    """
-    new_config, old_config = new.main.config, old.main.config
-    if new_config != old_config:
-        changed = [
-            f"{field.name} {getattr(old_config, field.name)!r} is {getattr(new_config, field.name)!r}"
-            for field in fields(old_config)
-            if getattr(old_config, field.name) != getattr(new_config, field.name)
-        ]
-        raise ValueError(_refusal("a target of the same config", ", ".join(changed)))
+
+def check_shapes(new: Params, old: Params) -> None:
+    """Raise a ValueError unless programs that were compiled for an engine's weights, or shapes, run with others."""
     wanted, got = _leaves(old), _leaves(new)
     faults = {
         "missing": sorted(wanted.keys() - got.keys()),

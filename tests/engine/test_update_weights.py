@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import re
+import shutil
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
-from jspec import DraftModel, Eagle3, Engine, Model, MTP, NGram, Suffix, Tree
-from jspec.core.config import EngineConfig
+from jspec import MTP, Completion, DraftModel, Eagle3, Engine, Model, NGram, Suffix, Tree
 from jspec.draft.base import Drafter
 from jspec.engine.callers.by_hand import ByHand
+from jspec.engine.run.weight_update import WeightUpdate
 from jspec.engine.schedule.scheduler import Scheduler
+from tests.models.test_exchange import tensors_of
 from tests.support import tiny
+from tests.support.arrays import on_device
 from tests.support.engines import make
 
 VOCAB = 16
@@ -75,3 +82,212 @@ def test_updated_engine_has_the_tokens_of_a_fresh_engine_and_compiles_nothing(
         assert update.version == engine.weight_version == 1
         assert before != wanted, "control"
         engine.scheduler.pages.check()
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with make(old_target(), eagle3(), **OPTIONS) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def old() -> Iterator[Engine]:
+    with make(old_target(), eagle3(), **OPTIONS) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def new() -> Iterator[Engine]:
+    with make(new_target(), eagle3(), **OPTIONS) as made:
+        yield made
+
+
+def after(engine: Engine, prompt: list[int], tokens: list[int], params: dict[str, Any]) -> list[int]:
+    """Return the tokens of an engine that continues a prompt after some tokens of its answer."""
+    rest = params | {"max_tokens": params["max_tokens"] - len(tokens)}
+    return tokens + engine.generate([prompt + tokens], **rest)[0].token_ids if rest["max_tokens"] else tokens
+
+
+PARAMS = ({"max_tokens": 14, "temperature": 0.0}, {"max_tokens": 14, "temperature": 1.0, "seed": 9})
+CASES = [(prompt, params) for prompt in PROMPTS for params in PARAMS][:4]
+
+
+def updated_at(engine: Engine, step: int, requests: str, target: Model) -> list[tuple[int, Completion]]:
+    """Run all prompts with an update after some steps; return each one's tokens before it, and its completion."""
+    engine.update_weights(old_target())
+    with ByHand(engine) as hand:
+        asked = [hand.submit(prompt, params) for prompt, params in CASES]
+        for _ in range(step):
+            hand.step()
+        engine.core.read_all()
+        before = [len(request.token_ids) for request in asked]
+        engine.update_weights(target, requests=requests)
+        return list(zip(before, map(hand.result, asked), strict=True))
+
+
+@pytest.mark.parametrize("step", range(8))
+def test_retracted_requests_continue_their_tokens_as_a_fresh_engine_does(
+    engine: Engine, old: Engine, new: Engine, step: int
+) -> None:
+    version = engine.weight_version + 2
+    for (prompt, params), (count, done) in zip(CASES, updated_at(engine, step, "retract", new_target()), strict=True):
+        start = after(old, prompt, [], params)[:count]
+        assert done.token_ids == after(new, prompt, start, params)
+        spans = [(0, count, version - 1), (count, len(done.token_ids), version)]
+        assert done.weight_versions == tuple(span for span in spans if span[0] < span[1])
+        assert done.finish_reason == "length"
+
+
+def test_retracted_requests_keep_their_tokens_if_the_weights_are_equal(engine: Engine, old: Engine) -> None:
+    for step in range(2, 8, 2):
+        for (prompt, params), (_, done) in zip(CASES, updated_at(engine, step, "retract", old_target()), strict=True):
+            assert done.token_ids == after(old, prompt, [], params)
+
+
+def test_kept_requests_keep_the_rows_of_the_old_weights(engine: Engine, old: Engine, new: Engine) -> None:
+    differing = 0
+    for step in range(2, 7):
+        for (prompt, params), (count, done) in zip(CASES, updated_at(engine, step, "keep", new_target()), strict=True):
+            start = after(old, prompt, [], params)[:count]
+            assert done.token_ids[:count] == start and len(done.token_ids) == 14
+            differing += done.token_ids != after(new, prompt, start, params)
+    assert differing, "control: they are not computed anew"
+
+
+def test_pages_of_a_kept_request_are_not_shared_with_later_ones(
+    engine: Engine, new: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kept request caches pages after an update; a later request with its text may not read them."""
+
+    def run() -> bool:
+        prompt, params = PROMPTS[0], {"max_tokens": 24, "temperature": 0.0}
+        engine.update_weights(old_target())
+        with ByHand(engine) as hand:
+            kept = hand.submit(prompt, params)
+            while len(kept.token_ids) < 5:
+                hand.step()
+            engine.update_weights(new_target(), requests="keep")
+            # A request with the same prompt caches the first pages under the new weights.
+            hand.result(hand.submit(prompt, max_tokens=1))
+            done = hand.result(kept)
+            text = prompt + done.token_ids
+            later = hand.result(hand.submit(text, max_tokens=8, temperature=0.0, logprobs=1))
+        fresh = new.generate([text], max_tokens=8, temperature=0.0, logprobs=1)[0]
+        engine.scheduler.pages.check()
+        scores = [[record.logprob for record in completion.logprobs] for completion in (later, fresh)]
+        return bool(np.allclose(*scores, atol=1e-5))
+
+    assert run()
+    monkeypatch.setattr(Scheduler, "reset_prefix_cache", lambda self: self.pages.forget_idle())
+    assert not run(), "control: without a salt the kept request's pages continue those of the new weights"
+
+
+def test_update_that_waits_ends_earlier_requests_first_and_holds_later_ones(
+    engine: Engine, old: Engine, new: Engine
+) -> None:
+    engine.update_weights(old_target())
+    params, may_run = {"max_tokens": 30, "temperature": 0.0}, threading.Event()
+    engine.threads.call(may_run.wait)
+    first = engine.submit(PROMPTS[0], params)
+    updates: list[WeightUpdate] = []
+    updater = threading.Thread(target=lambda: updates.append(engine.update_weights(new_target(), requests="wait")))
+    updater.start()
+    engine.threads.call(lambda: None)
+    may_run.set()
+    while not engine.core._calls and updater.is_alive():
+        time.sleep(0.001)
+    later = engine.submit(PROMPTS[0], params)
+    assert engine.result(first).token_ids == after(old, PROMPTS[0], [], params)
+    assert engine.result(later).token_ids == after(new, PROMPTS[0], [], params)
+    updater.join()
+    assert (updates[0].num_aborted, updates[0].num_retracted, updates[0].num_kept) == (0, 0, 0)
+
+
+def test_update_that_aborts_ends_requests_with_their_tokens(engine: Engine, old: Engine) -> None:
+    for (prompt, params), (count, done) in zip(CASES, updated_at(engine, 5, "abort", new_target()), strict=True):
+        assert done.finish_reason == "abort" and done.token_ids == after(old, prompt, [], params)[:count]
+
+
+def test_reset_of_the_prefix_cache_lets_no_later_request_find_a_prefix(engine: Engine) -> None:
+    engine.generate(PROMPTS, max_tokens=2)
+    assert engine.generate(PROMPTS[0], max_tokens=2)[0].metrics.num_cached_tokens > 0
+    assert engine.reset_prefix_cache() > 0
+    assert engine.generate(PROMPTS[0], max_tokens=2)[0].metrics.num_cached_tokens == 0
+    assert engine.generate(PROMPTS[0], max_tokens=2)[0].metrics.num_cached_tokens > 0
+    engine.scheduler.pages.check()
+
+
+def test_refused_updates_change_nothing(engine: Engine, old: Engine) -> None:
+    engine.update_weights(old_target())
+    version, wanted = engine.weight_version, tokens(old)
+    layers = new_target()
+    wide = tiny.model(VOCAB, layers=1, hidden=32)
+    odd = layers.replace(norm=layers.norm[:-1])
+    deleted = new_target()
+    deleted.norm.delete()
+    cases: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
+        (wide, {}, ValueError, "update_weights: expected a target of the same config as the engine's"),
+        (odd, {}, ValueError, "other: target.norm (float32[15] for float32[16])"),
+        (deleted, {}, ValueError, "update_weights: expected arrays, got some that were deleted"),
+        ({}, {}, ValueError, "the tensors do not match the config (missing:"),
+        (5, {}, TypeError, "update_weights: weights: expected a Model, a mapping of arrays"),
+        (layers, {"requests": "in_place"}, ValueError, "update_weights: requests: expected one of 'retract', 'keep'"),
+        (layers, {"version": "two"}, TypeError, "update_weights: version: expected an int or None"),
+        (layers, {"drafter": NGram()}, ValueError, "update_weights: drafter: expected one like the engine's Eagle3("),
+    ]
+    for weights, options, kind, message in cases:
+        with pytest.raises(kind, match=re.escape(message)):
+            engine.update_weights(weights, **options)
+    assert engine.weight_version == version and tokens(engine) == wanted
+
+
+def test_updates_keep_no_old_weights_and_share_no_buffer_with_their_source(engine: Engine, new: Engine) -> None:
+    def live() -> int:
+        gc.collect()
+        return sum(array.nbytes for array in jax.live_arrays())
+
+    engine.update_weights(new_target(), drafter=eagle3(2))
+    gc.collect()
+    before = live()
+    for seed in range(3, 8):
+        engine.update_weights(tiny.model(VOCAB, layers=1, seed=seed), drafter=eagle3(seed))
+    assert live() == before
+    weights, head = new_target(), tiny.eagle_head(old_target(), draft_vocab=12, feature_layers=(0, 1))
+    engine.update_weights(weights, drafter=Eagle3(head, Tree.chain(3)))
+    for leaf in jax.tree.leaves((weights, head)):
+        leaf.delete()  # as a program does to which a trainer donates its weights
+    wanted = tokens(new)
+    assert tokens(engine) == wanted
+    weights = new_target()
+    engine.update_weights(weights, copy=False, drafter=eagle3())
+    weights.norm.delete()
+    with pytest.raises(Exception, match="the weights were donated by their owner; call update_weights"):
+        engine.generate(PROMPTS[0], max_tokens=2)[0].raise_for_error()
+    engine.update_weights(new_target())
+    assert tokens(engine) == wanted and engine.healthy
+
+
+def test_update_by_names_or_by_a_folder_gives_the_tokens_of_a_fresh_engine(golden: Path, tmp_path: Path) -> None:
+    folder = golden / "families" / "llama"
+    changed = {name: values * 1.1 for name, values in tensors_of(folder).items()}
+    shutil.copytree(folder, tmp_path / "new", ignore=shutil.ignore_patterns("*.safetensors*"))
+    save_file(changed, tmp_path / "new" / "model.safetensors")
+    options = OPTIONS | {"tokenizer": None}
+    with (
+        Engine.from_pretrained(folder, **options) as engine,
+        Engine.from_pretrained(tmp_path / "new", **options) as fresh,
+    ):
+        before, wanted = tokens(engine), tokens(fresh)
+        engine.update_weights({name: on_device(values) for name, values in changed.items()})
+        assert tokens(engine) == wanted != before
+        engine.update_weights(folder)
+        assert tokens(engine) == before
+
+
+def test_update_of_an_mtp_layer_must_be_named() -> None:
+    drafter = MTP(tiny.mtp_head(old_target()), Tree.chain(2))
+    with make(old_target(), drafter, **OPTIONS) as engine:
+        with pytest.raises(ValueError, match="update_weights: drafter: expected the MTP layer that belongs to the new"):
+            engine.update_weights(new_target())
+        engine.update_weights(new_target(), drafter=MTP(tiny.mtp_head(old_target(), seed=2), Tree.chain(2)))
+        assert engine.weight_version == 1

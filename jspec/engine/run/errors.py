@@ -8,6 +8,7 @@ from types import TracebackType
 from jspec.engine.run.core import EngineCore
 
 RESTART = "the device failed and its state could not be made anew; restart the process"
+DONATED = "the weights were donated by their owner; call update_weights with others, or with copy=True"
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,8 @@ class Recovery:
         """End the running requests with the error and recreate the device's state."""
         logger.error("a step failed; the requests under way end with its error", exc_info=error)
         core = self._core
+        if core.runner.has_deleted_weights:
+            error = caused_by(error, DONATED)
         core.drop_in_flight()
         core.fail(core.scheduler.running, error)
         try:

@@ -293,6 +293,11 @@ class ModelRunner:
         for side in self._sides:
             side.reset(error)
 
+    @property
+    def has_deleted_weights(self) -> bool:
+        """Return whether arrays of the weights were deleted, which only their owner may do who shares them."""
+        return any(leaf.is_deleted() for leaf in jax.tree.leaves(self.params) if isinstance(leaf, jax.Array))
+
     def use(self, drafter: Drafter, params: Params) -> None:
         """Run later steps with other weights of the same shapes, and with the drafter that was bound to them."""
         self.program, self.params = replace(self.program, drafter=drafter), params
