@@ -12,8 +12,9 @@ text. Matches and continuations do not extend over a gap.
 from __future__ import annotations
 
 import abc
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +43,22 @@ class LookupState:
 
     history: History  # tokens of each slot's request
     corpus: Int[Array, "corpus"] | None = None  # texts of earlier requests, oldest first, each with a gap after it
+
+
+def states_with_corpus(state: Any) -> list[LookupState]:
+    """Return the states of look-ups in a drafter's state that search texts of earlier requests."""
+    leaves = jax.tree.leaves(state, is_leaf=_has_corpus)
+    return [leaf for leaf in leaves if _has_corpus(leaf)]
+
+
+def with_corpora(state: Any, kept: Sequence[LookupState]) -> Any:
+    """Return a drafter's state in which the states of `states_with_corpus` are others."""
+    others = iter(kept)
+    return jax.tree.map(lambda node: next(others) if _has_corpus(node) else node, state, is_leaf=_has_corpus)
+
+
+def _has_corpus(node: Any) -> bool:
+    return isinstance(node, LookupState) and node.corpus is not None
 
 
 class Found(NamedTuple):

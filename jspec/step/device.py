@@ -75,6 +75,12 @@ class Device(Protocol):
     def use(self, drafter: Drafter, params: Params) -> None:
         """Run later steps with other weights of the same shapes, and with the drafter that was bound to them."""
 
+    def sleep(self) -> None:
+        """Free the memory of the state."""
+
+    def wake(self) -> None:
+        """Allocate the state again."""
+
     def reset(self, error: BaseException) -> None:
         """Replace the state by a new one after a failed step with the given error; weights are kept."""
 

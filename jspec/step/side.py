@@ -30,6 +30,7 @@ from jspec.core.prefill_input import PrefillInput
 from jspec.core.records import Draft, SlotState
 from jspec.draft.base import Drafter
 from jspec.draft.elsewhere import Elsewhere
+from jspec.draft.lookup import LookupState, states_with_corpus, with_corpora
 from jspec.models.decoder import Model
 from jspec.models.parts.kv_pool import PoolShape
 from jspec.models.weights.quantize import check_device
@@ -89,6 +90,7 @@ class Side:
         free, count = calls.least(memory.device_memory(*devices)), 1 if program.mesh is None else program.mesh.size
         self.planner = memory.MemoryPlanner(*on_one(program, params), config, free, count)
         self.draft: Draft | None = None
+        self._kept: list[LookupState] = []
         self._rows, self._slots = np.zeros(0, np.int32), self.send(np.zeros(0, np.int32))
 
     def fit(self, pool: PoolShape) -> PoolShape:
@@ -132,6 +134,19 @@ class Side:
             self.planner = replace(self.planner, program=replace(self.planner.program, drafter=drafter))
             self.programs.use_drafter(drafter)
         self.params = params
+
+    def sleep(self) -> None:
+        """Free the device memory of the state, except the texts of earlier requests, which come to the host."""
+        self._kept = jax.device_get(states_with_corpus(self.state.draft))
+        delete_buffers(self.state, None)
+        self._drop_state()
+
+    def wake(self) -> None:
+        """Allocate the state again, with the texts that `sleep` kept."""
+        self._make_state()
+        if self._kept:
+            kept = [self.send(state) for state in self._kept]
+            self.state = replace(self.state, draft=with_corpora(self.state.draft, kept))
 
     def reset(self, error: BaseException) -> None:
         """Replace the state by a new one after a failed step with the given error; weights are kept."""

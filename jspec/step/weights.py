@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from jspec.core.config import EngineConfig
@@ -92,16 +93,7 @@ def check_live(weights: Any) -> None:
 def without(params: Params, others: Any) -> Params:
     """Return weights that share no buffer with the arrays of other trees: those that do are copied."""
     taken = {buffer for leaf in jax.tree.leaves(others) for buffer in _buffers(leaf)}
-    copies: dict[int, Any] = {}  # target and drafter may share weights
-
-    def copied(leaf: Any) -> Any:
-        if taken.isdisjoint(_buffers(leaf)):
-            return leaf
-        if id(leaf) not in copies:
-            copies[id(leaf)] = jnp.copy(leaf)
-        return copies[id(leaf)]
-
-    return jax.tree.map(copied, params)
+    return _mapped(lambda leaf: leaf if taken.isdisjoint(_buffers(leaf)) else jnp.copy(leaf), params)
 
 
 def _buffers(leaf: Any) -> list[int]:
@@ -109,6 +101,52 @@ def _buffers(leaf: Any) -> list[int]:
     if not isinstance(leaf, jax.Array):
         return []
     return [part.data.unsafe_buffer_pointer() for part in leaf.addressable_shards]
+
+
+def placed_shapes(params: Params) -> Params:
+    """Return the shapes of weights with their devices; arrays that are shared in the tree are shared shapes."""
+    return _mapped(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), params)
+
+
+def on_host(params: Params) -> Params:
+    """Return weights as numpy arrays; arrays that are shared in the tree stay shared."""
+    return _mapped(np.asarray, params)
+
+
+def on_devices_again(params: Params, shapes: Params) -> Params:
+    """Return weights on the devices of `placed_shapes`; those that are there already stay.
+
+    Raises:
+        RuntimeError: there are shapes in place of weights.
+    """
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
+        raise RuntimeError(
+            'wake_up: expected weights, but sleep(weights="drop") dropped them; call update_weights(weights) first'
+        )
+    made: dict[int, Any] = {}
+
+    def put(leaf: Any, shape: jax.ShapeDtypeStruct) -> Any:
+        if isinstance(leaf, jax.Array):
+            return leaf
+        if id(leaf) not in made:
+            made[id(leaf)] = jax.device_put(leaf, shape.sharding)
+        return made[id(leaf)]
+
+    return jax.tree.map(put, params, shapes)
+
+
+def _mapped(function: Callable[[Any], Any], tree: Params) -> Params:
+    """Return a function of each leaf of a tree, called once for a leaf that is shared; shapes stay."""
+    made: dict[int, Any] = {}
+
+    def once(leaf: Any) -> Any:
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return leaf
+        if id(leaf) not in made:
+            made[id(leaf)] = function(leaf)
+        return made[id(leaf)]
+
+    return jax.tree.map(once, tree)
 
 
 def _leaves(params: Params) -> Mapping[str, str]:

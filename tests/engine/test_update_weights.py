@@ -17,11 +17,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from jspec import MTP, Completion, DraftModel, Eagle3, Engine, Model, NGram, Suffix, Tree
+from jspec import MTP, Completion, DraftModel, Eagle3, Engine, Model, NGram, Replicas, Suffix, Tree
 from jspec.draft.base import Drafter
 from jspec.engine.callers.by_hand import ByHand
 from jspec.engine.run.weight_update import WeightUpdate
 from jspec.engine.schedule.scheduler import Scheduler
+from jspec.step import side
 from tests.models.test_exchange import tensors_of
 from tests.support import tiny
 from tests.support.arrays import on_device
@@ -45,7 +46,7 @@ def eagle3(seed: int = 1) -> Drafter:
     return Eagle3(tiny.eagle_head(old_target(), draft_vocab=12, feature_layers=(0, 1), seed=seed), Tree.chain(3))
 
 
-def tokens(engine: Engine, **params: Any) -> list[list[int]]:
+def tokens(engine: Engine | Replicas, **params: Any) -> list[list[int]]:
     """Return the tokens of all prompts, greedy ones and drawn ones."""
     fields = {"max_tokens": 12, "temperature": 0.0, **params}
     greedy = engine.generate(PROMPTS, **fields)
@@ -291,3 +292,87 @@ def test_update_of_an_mtp_layer_must_be_named() -> None:
             engine.update_weights(new_target())
         engine.update_weights(new_target(), drafter=MTP(tiny.mtp_head(old_target(), seed=2), Tree.chain(2)))
         assert engine.weight_version == 1
+
+
+@pytest.mark.parametrize("weights", ["keep", "host", "drop"])
+@pytest.mark.parametrize("drafter", ["none", "suffix"])
+def test_sleeping_engine_frees_its_memory_and_goes_on_with_the_same_tokens(weights: str, drafter: str) -> None:
+    params = {"max_tokens": 12, "temperature": 1.0, "seed": 3}
+    with (
+        make(old_target(), DRAFTERS[drafter](), **OPTIONS) as never,
+        make(old_target(), DRAFTERS[drafter](), **OPTIONS) as engine,
+    ):
+        wanted = [tokens(never), *(never.generate(p, params)[0].token_ids for p in PROMPTS)]
+        assert tokens(engine) == wanted[0]
+        found = engine.metrics.num_accepted_tokens
+        for step in range(5):
+            with ByHand(engine) as hand:
+                asked = [hand.submit(prompt, params) for prompt in PROMPTS]
+                for _ in range(step):
+                    hand.step()
+                before = bytes_of(engine)
+                engine.sleep(weights=weights)
+                engine.sleep(weights=weights)
+                assert engine.is_sleeping and bytes_of(engine)["state"] == 0
+                assert (bytes_of(engine)["weights"] == 0) == (weights != "keep")
+                with pytest.raises(RuntimeError, match=re.escape("the engine sleeps; call wake_up()")):
+                    engine.submit(PROMPTS[0])
+                if weights == "drop":
+                    with pytest.raises(RuntimeError, match="wake_up: expected weights, but sleep"):
+                        engine.wake_up()
+                    engine.update_weights(old_target())
+                engine.wake_up()
+                engine.wake_up()
+                assert bytes_of(engine) == before and not engine.is_sleeping
+                assert [hand.result(request).token_ids for request in asked] == wanted[1:]
+        assert tokens(engine) == wanted[0]
+        if drafter == "suffix":  # texts of requests before it slept are still found
+            engine.sleep()
+            engine.wake_up()
+            again = engine.generate(PROMPTS[0], params)[0].metrics
+            assert again.mean_acceptance_length > 2, found
+
+
+def bytes_of(engine: Engine) -> dict[str, int]:
+    """Return the bytes of device memory of an engine's state and weights."""
+    runner = engine.core.runner
+    trees = {"state": runner.state, "weights": runner.params}
+    return {
+        name: sum(leaf.nbytes for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array))
+        for name, tree in trees.items()
+    }
+
+
+def test_engine_that_cannot_get_its_memory_back_sleeps_on(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine.update_weights(old_target())
+    before = tokens(engine)
+    engine.sleep()
+    with monkeypatch.context() as patch:
+
+        def fail(*_: Any) -> None:
+            raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1024 bytes")
+
+        patch.setattr(side, "make_state", fail)
+        with pytest.raises(ValueError, match="out of memory at start"):
+            engine.wake_up()
+    assert engine.is_sleeping
+    engine.wake_up()
+    assert tokens(engine) == before
+
+
+def test_replicas_get_the_same_weights_and_sleep_together() -> None:
+    def make_one(mesh: Any) -> Engine:
+        return make(old_target(), eagle3(), mesh=mesh, **OPTIONS)
+
+    with Replicas(make_one, 2) as replicas, make(new_target(), eagle3(), **OPTIONS) as fresh:
+        before, wanted = tokens(replicas), tokens(fresh)
+        update = replicas.update_weights(new_target(), version=5)
+        assert tokens(replicas) == wanted != before
+        assert update.version == replicas.weight_version == 5
+        assert [engine.weight_version for engine in replicas.engines] == [5, 5]
+        replicas.sleep(weights="host")
+        with pytest.raises(RuntimeError, match=re.escape("the engines sleep; call wake_up()")):
+            replicas.generate(PROMPTS)
+        replicas.wake_up()
+        assert tokens(replicas) == wanted
+        assert replicas.reset_prefix_cache() > 0

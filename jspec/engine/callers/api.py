@@ -5,18 +5,17 @@ from __future__ import annotations
 import html
 import os
 from collections.abc import Sequence
-from typing import Any, Literal, Self, Unpack, final
+from typing import Any, Self, Unpack, final
 from weakref import finalize
 
 from jspec.core.config import EngineConfig
 from jspec.core.engine_options import EngineOptions
 from jspec.core.foreign_names import check_names
 from jspec.core.shorten import short
-from jspec.draft.base import Drafter
 from jspec.draft.named import DrafterSource, make_drafter
 from jspec.engine.callers.engine_thread import ENDED, EngineThread
 from jspec.engine.callers.text_generator import OPTIONS, TextGenerator
-from jspec.engine.callers.weight_calls import WeightCalls
+from jspec.engine.callers.trainer_calls import TrainerCalls
 from jspec.engine.input.caller_input import PARAMETERS, read_ids
 from jspec.engine.input.input_processor import InputProcessor
 from jspec.engine.request.metrics import Metrics
@@ -24,7 +23,6 @@ from jspec.engine.request.request import Request
 from jspec.engine.run.build import build_core, engine_config, model_options
 from jspec.engine.run.errors import RESTART, caused_by
 from jspec.engine.run.prometheus import exposition
-from jspec.engine.run.weight_update import RequestsMode, WeightUpdate
 from jspec.engine.schedule.draft_length import Policy
 from jspec.engine.schedule.program_choice import Features, gathering
 from jspec.engine.schedule.scheduler import Scheduler
@@ -36,14 +34,13 @@ from jspec.models.mlps.shared_expert import join_layers
 from jspec.sampling.logits_processor import LogitsProcessor
 from jspec.step.compile_cache import keep_compiled
 from jspec.step.memory import MemoryPlan
-from jspec.step.new_weights import WeightSource
 from jspec.step.on_mesh import mesh_for
 
 ELSEWHERE = {"SamplingParams": PARAMETERS, "Engine.from_pretrained": ("dtype",)}
 
 
 @final
-class Engine(TextGenerator):
+class Engine(TextGenerator, TrainerCalls):
     """Serves prompts with speculative decoding.
 
     A thread of the engine's own runs the requests, also when nobody waits for them. All methods may be called from
@@ -105,7 +102,6 @@ class Engine(TextGenerator):
         self.core = build_core(config, target, proposes, logits_processor, has_tokenizer=tokenizer is not None)
         self.config = config
         super().__init__(EngineThread(self.core, config))
-        self._weight_calls = WeightCalls(self.threads, config)
         self._end = finalize(self, self.threads.close)  # also without a call of `close`
         sizes = target.config
         self._model = f"{sizes.family} model of {sizes.num_layers} layers and {sizes.vocab_size} tokens"
@@ -167,6 +163,11 @@ class Engine(TextGenerator):
         self.scheduler.check(request)
 
     def _check_open(self) -> None:
+        self._check_alive()
+        if self.core.is_asleep:
+            raise RuntimeError("the engine sleeps; call wake_up()")
+
+    def _check_alive(self) -> None:
         self.threads.check_process()
         if self.threads.is_closed:
             raise RuntimeError("this engine is closed; make a new one")
@@ -193,54 +194,6 @@ class Engine(TextGenerator):
         features = Features(traced=trace, logprobs=logprobs, masked=grammar)
         runner.compile(runner.choice.all_keys(features, prompt_logprobs=prompt_logprobs))
 
-    # -- new weights
-
-    def update_weights(
-        self,
-        weights: WeightSource,
-        *,
-        requests: RequestsMode = "retract",
-        drafter: Drafter | Literal["keep"] | None = None,
-        copy: bool = True,
-        version: int | None = None,
-    ) -> WeightUpdate:
-        """Replace the target's weights, between two steps; no program is compiled, and the prefix cache is emptied.
-
-        Everything is checked first; a refused update changes nothing.
-
-        Args:
-            weights: a `Model`; a mapping of jax or numpy arrays by the names of a Hugging Face checkpoint; or a folder
-                or hub id of a checkpoint. They are converted to the engine's dtype, devices and quantisation.
-            requests: what happens to requests under way. "retract": they keep their tokens and compute their cache rows
-                anew; "keep": they also keep the rows of the old weights, so their later tokens have a mixture of both;
-                "abort": they end with ``finish_reason="abort"``; "wait": they end under the old weights first, and
-                requests that are submitted meanwhile begin under the new ones.
-            drafter: a drafter like the engine's with other weights; None: its own weights stay. Either is bound to the
-                new target, whose embedding and output head it may share. An `MTP`, whose layer a trainer updates with
-                the target, must be given, or "keep" for the old one.
-            copy: whether arrays that need no conversion are copied. A trainer that donates them to a program would
-                delete an engine's weights that share their buffers.
-            version: number of these weights in ``Completion.weight_versions``; None: one more than the last.
-
-        Raises:
-            TypeError, ValueError: an argument is of another kind, or the weights are not like the engine's.
-            NotImplementedError: the engine has devices of several processes.
-        """
-        self._check_open()
-        if requests == "wait":
-            self._check_thread()
-        return self._weight_calls.update(weights, requests, drafter, copy=copy, version=version)
-
-    def reset_prefix_cache(self) -> int:
-        """Forget all cached prefixes, which requests under way keep; return the number of pages that became free."""
-        self._check_open()
-        return self.threads.do(self.scheduler.reset_prefix_cache)
-
-    @property
-    def weight_version(self) -> int:
-        """The version of the weights that the next token is computed with; 0 before the first update."""
-        return self.core.weight_version
-
     def follow(self) -> None:
         """Run what the engine of process 0 runs, and return when that is closed (`jspec.distributed`).
 
@@ -261,6 +214,10 @@ class Engine(TextGenerator):
         self.input_processor.close()
 
     # -- state
+
+    @property
+    def _engines(self) -> tuple[EngineThread, ...]:
+        return (self.threads,)
 
     @property
     def scheduler(self) -> Scheduler:

@@ -44,7 +44,7 @@ class EngineThread:
     """
 
     def __init__(self, core: EngineCore, config: EngineConfig) -> None:
-        self.core, self._config, self._process = core, config, os.getpid()
+        self.core, self.config, self._process = core, config, os.getpid()
         self.recovery = Recovery(core)
         self._acceptance_warner = LowAcceptanceWarner(core.runner.program.drafter)
         self.warn = self._acceptance_warner.warn  # for the threads of callers
@@ -58,6 +58,7 @@ class EngineThread:
         self._compiles_rounds = False
         self._stopped = False
         self._ended = False  # whether the thread takes no more calls
+        self.updating = threading.Lock()  # held by a thread that replaces weights or frees memory
         self._error: BaseException | None = None  # the error that ended the thread
         self.turned_by: threading.Thread | None = None  # thread that makes the turns by hand, while this one waits
 
@@ -203,7 +204,7 @@ class EngineThread:
         self._take_calls(TURN_SECONDS)
         has_work = True
         with self.recovery:
-            has_work = self.core.step(overlap=self._config.overlap)
+            has_work = self.core.step(overlap=self.config.overlap)
         self._deliveries.deliver_new()
         if not self._compiles_rounds and (waiting := self._deliveries.needing_rounds()):
             self._compile_rounds(waiting)

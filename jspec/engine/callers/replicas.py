@@ -11,8 +11,10 @@ from weakref import finalize
 from jspec.core.config import EngineConfig
 from jspec.core.shorten import short
 from jspec.engine.callers.api import Engine
+from jspec.engine.callers.engine_thread import EngineThread
 from jspec.engine.callers.replica_threads import ReplicaThreads
 from jspec.engine.callers.text_generator import TextGenerator
+from jspec.engine.callers.trainer_calls import TrainerCalls
 from jspec.engine.request.metrics import Metrics
 from jspec.engine.request.request import Request
 from jspec.engine.run.prometheus import joined
@@ -24,7 +26,7 @@ PROBED = 64  # number of token ids whose text must be equal for equal tokenizers
 
 
 @final
-class Replicas(TextGenerator):
+class Replicas(TextGenerator, TrainerCalls):
     """Serves prompts with several equal engines, each on devices of its own and in a thread of its own.
 
         with jspec.Replicas(lambda mesh: jspec.Engine.from_pretrained(path, mesh=mesh), jax.devices()) as replicas:
@@ -76,7 +78,16 @@ class Replicas(TextGenerator):
 
     # -- how requests are run
 
+    @property
+    def _engines(self) -> tuple[EngineThread, ...]:
+        return tuple(engine.threads for engine in self.engines if engine.healthy)
+
     def _check_open(self) -> None:
+        self._check_alive()
+        if self.is_sleeping:
+            raise RuntimeError("the engines sleep; call wake_up()")
+
+    def _check_alive(self) -> None:
         self.threads.check_process()
         if not self._end.alive:
             raise RuntimeError("these replicas are closed; make new ones")

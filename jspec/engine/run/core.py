@@ -246,6 +246,18 @@ class EngineCore:
         self.scheduler.drop_in_flight()
         self.runner.clear()
 
+    def sleep(self, weights: str) -> None:
+        """Free the device memory of the state, and forget the prefix cache; no request runs (`ModelRunner.sleep`)."""
+        self.runner.sleep(weights)
+        self.scheduler.drop_in_flight()
+        self.scheduler.reset_prefix_cache()
+        self.is_asleep = True
+
+    def wake(self) -> None:
+        """Allocate the state again; requests go on."""
+        self.runner.wake()
+        self.is_asleep = False
+
     def close(self) -> None:
         """Abort all requests and free the device memory."""
         for request in [*self.scheduler.running, *self.waiting]:

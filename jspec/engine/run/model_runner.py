@@ -36,6 +36,7 @@ from jspec.step.memory import MemoryPlan
 from jspec.step.program import Params, Program
 from jspec.step.side import Side
 from jspec.step.split_decode import draft_masks, first_masks
+from jspec.step.weights import on_devices_again, on_host, placed_shapes
 
 TIMINGS = 5  # number of intervals between the ends of rounds whose median is taken
 
@@ -306,6 +307,31 @@ class ModelRunner:
         else:
             self.target_side.use(drafter, replace(params, draft=()))
             self.draft_side.use(drafter, replace(params, target=None))
+
+    def sleep(self, weights: str) -> None:
+        """Free the device memory of the state, and of the weights unless they are to "keep".
+
+        Args:
+            weights: "keep", "host" (they come back in `wake`) or "drop".
+        """
+        for side in self._sides:
+            side.sleep()
+        self._tables.clear()
+        self._placed = placed_shapes(self.params)
+        if weights != "keep":
+            self.use(self.program.drafter, on_host(self.params) if weights == "host" else self._placed)
+
+    def wake(self) -> None:
+        """Bring the weights back and allocate the state again.
+
+        Raises:
+            RuntimeError: the weights were dropped.
+            ValueError: the memory does not suffice; the weights are on the devices then, and the state is not.
+        """
+        self.use(self.program.drafter, on_devices_again(self.params, self._placed))
+        for side in self._sides:
+            with side.explain_oom(self.pool):
+                side.wake()
 
     def close(self) -> None:
         """Free the device memory of the state, in all processes."""

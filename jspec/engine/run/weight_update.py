@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
 from jspec.core.shorten import short
@@ -32,6 +32,11 @@ class WeightUpdate:
     num_retracted: int = 0
     num_kept: int = 0
     pages_forgotten: int = 0
+
+    def __add__(self, other: WeightUpdate) -> WeightUpdate:
+        """Return the sums of the updates of two engines to the same version."""
+        sums = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self) if f.name != "version"}
+        return WeightUpdate(self.version, **sums)
 
 
 def check_mode(call: str, requests: str, modes: tuple[str, ...] = get_args(RequestsMode)) -> None:

@@ -1,0 +1,176 @@
+"""The calls with which a trainer gives new weights to an engine, or to several equal ones, and takes their memory."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Literal
+
+from jspec.core.shorten import short
+from jspec.draft.base import Drafter
+from jspec.engine.callers.engine_thread import EngineThread
+from jspec.engine.run.weight_update import RequestsMode, WeightUpdate, check_mode
+from jspec.step.memory import tree_bytes
+from jspec.step.new_weights import WeightSource, new_weights
+from jspec.step.on_mesh import spans_processes
+
+WEIGHTS_ASLEEP = ("keep", "host", "drop")
+
+
+class TrainerCalls(abc.ABC):
+    """Replaces the weights of engines, and frees their memory between rollouts."""
+
+    @property
+    @abc.abstractmethod
+    def _engines(self) -> Sequence[EngineThread]:
+        """The threads of the engines that serve."""
+
+    @abc.abstractmethod
+    def _check_alive(self) -> None:
+        """Raise a RuntimeError if the engine is closed or has failed."""
+
+    def update_weights(
+        self,
+        weights: WeightSource,
+        *,
+        requests: RequestsMode = "retract",
+        drafter: Drafter | Literal["keep"] | None = None,
+        copy: bool = True,
+        version: int | None = None,
+    ) -> WeightUpdate:
+        """Replace the target's weights, between two steps; no program is compiled, and the prefix cache is emptied.
+
+        Everything is checked first; a refused update changes nothing.
+
+        Args:
+            weights: a `Model`; a mapping of jax or numpy arrays by the names of a Hugging Face checkpoint; or a folder
+                or hub id of a checkpoint. They are converted to the engine's dtype, devices and quantisation.
+            requests: what happens to requests under way. "retract": they keep their tokens and compute their cache rows
+                anew; "keep": they also keep the rows of the old weights, so their later tokens have a mixture of both;
+                "abort": they end with ``finish_reason="abort"``; "wait": they end under the old weights first, and
+                requests that are submitted meanwhile begin under the new ones.
+            drafter: a drafter like the engine's with other weights; None: its own weights stay. Either is bound to the
+                new target, whose embedding and output head it may share. An `MTP`, whose layer a trainer updates with
+                the target, must be given, or "keep" for the old one.
+            copy: whether arrays that need no conversion are copied. A trainer that donates them to a program would
+                delete an engine's weights that share their buffers.
+            version: number of these weights in ``Completion.weight_versions``; None: one more than the last.
+
+        Raises:
+            TypeError, ValueError: an argument is of another kind, or the weights are not like the engine's.
+            NotImplementedError: the engine has devices of several processes.
+        """
+        began = time.perf_counter()
+        check_mode("update_weights", requests)
+        if version is not None and type(version) is not int:
+            raise TypeError(f"update_weights: version: expected an int or None, got {short(version)}")
+        self._check_trainer("update_weights", requests)
+        with self._in_order():
+            updates = [_update(engine, weights, requests, drafter, copy, version) for engine in self._engines]
+        return replace(sum(updates[1:], updates[0]), seconds=time.perf_counter() - began)
+
+    def reset_prefix_cache(self) -> int:
+        """Forget all cached prefixes, which requests under way keep; return the number of pages that became free."""
+        self._check_alive()
+        return sum(engine.do(engine.core.scheduler.reset_prefix_cache) for engine in self._engines)
+
+    def sleep(
+        self,
+        *,
+        weights: Literal["keep", "host", "drop"] = "keep",
+        requests: Literal["retract", "abort", "wait"] = "retract",
+    ) -> None:
+        """Free the device memory of the KV pools and all other state until `wake_up`; compiled programs stay.
+
+        Texts that a `Suffix` with scope="engine" has gathered are kept. A sleeping engine refuses new requests.
+
+        Args:
+            weights: "keep" on the devices; "host": in the host's memory; "drop": `update_weights` must give others
+                before `wake_up`. Arrays that the caller holds too, such as those of a `Model`, are not freed.
+            requests: as for `update_weights`; those that are retracted go on after `wake_up` with the same tokens.
+
+        Raises:
+            ValueError: an argument is none of these.
+            NotImplementedError: the engine has devices of several processes.
+        """
+        check_mode("sleep", requests, ("retract", "abort", "wait"))
+        if weights not in WEIGHTS_ASLEEP:
+            names = ", ".join(map(repr, WEIGHTS_ASLEEP))
+            raise ValueError(f"sleep: weights: expected one of {names}, got {short(weights)}")
+        self._check_trainer("sleep", requests)
+        with self._in_order():
+            for engine in self._engines:
+                if not engine.core.is_asleep:
+                    engine.settled(requests, partial(engine.core.sleep, weights))
+
+    def wake_up(self) -> None:
+        """Allocate the memory that `sleep` freed; do nothing if the engine does not sleep.
+
+        Raises:
+            RuntimeError: the weights were dropped, and no others were given.
+            ValueError: the memory does not suffice; the engine still sleeps then.
+        """
+        self._check_alive()
+        with self._in_order():
+            for engine in self._engines:
+                if engine.core.is_asleep:
+                    engine.do(engine.core.wake)
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Return whether the engine sleeps (`sleep`)."""
+        return any(engine.core.is_asleep for engine in self._engines)
+
+    @property
+    def weight_version(self) -> int:
+        """The version of the weights that the next token is computed with; 0 before the first update."""
+        return min(engine.core.weight_version for engine in self._engines)
+
+    @contextlib.contextmanager
+    def _in_order(self) -> Iterator[None]:
+        """Wait for the calls of other threads, so that several engines get the same weights."""
+        with contextlib.ExitStack() as locks:
+            for engine in self._engines:
+                locks.enter_context(engine.updating)
+            yield
+
+    def _check_trainer(self, call: str, requests: str) -> None:
+        """Raise an error if the engines cannot carry out a call."""
+        self._check_alive()
+        for engine in self._engines:
+            if spans_processes(engine.core.runner.program.mesh):
+                raise NotImplementedError(
+                    f"{call}: expected an engine whose devices are all of this process, got one with devices of "
+                    "several; close it in all processes, and make a new one"
+                )
+            if requests == "wait" and engine.is_current:
+                raise RuntimeError(
+                    f"{call}: expected a thread that may wait for the engine, got the one that runs its steps; pass "
+                    'requests="retract", or call it in another thread'
+                )
+
+
+def _update(
+    engine: EngineThread,
+    weights: WeightSource,
+    requests: str,
+    drafter: Drafter | str | None,
+    copy: bool,
+    version: int | None,
+) -> WeightUpdate:
+    """Update one engine; the seconds are not measured."""
+    core = engine.core
+    runner = core.runner
+    proposes, params = new_weights(weights, drafter, runner.program, runner.params, engine.config, copy=copy)
+
+    def swap() -> dict[str, int]:
+        runner.use(proposes, params)
+        core.use_version(core.weight_version + 1 if version is None else version)
+        return {"version": core.weight_version, "pages_forgotten": core.scheduler.reset_prefix_cache()}
+
+    settled, swapped = engine.settled(requests, swap)
+    return WeightUpdate(seconds=0.0, nbytes=tree_bytes(params), **settled, **swapped)
