@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from jspec.core.ancestors import ancestors
 from jspec.core.config import MAX_LOGPROBS
+from jspec.core.numerics import Numerics
 from jspec.core.records import Draft, LogProbs, PromptBatch, SlotView, Verdict
 from jspec.core.tree import Tree
 from jspec.sampling import penalties, sampler
@@ -27,7 +28,7 @@ PROCESSED = "processed_logprobs"
 BLOCK = 64  # number of prompt tokens whose logits are in memory at once
 
 
-def score(logits: Float[Array, "*places vocab"], tokens: Int[Array, "*places"], view: SlotView) -> LogProbs:
+def score(logits: Float[Array, "*places vocab"], tokens: Int[Array, "*places"], numerics: Numerics) -> LogProbs:
     """Compute the log-probability and the rank of each token, and the most likely tokens at each position.
 
     Args:
@@ -35,8 +36,8 @@ def score(logits: Float[Array, "*places vocab"], tokens: Int[Array, "*places"], 
         tokens: token id at each position; the results for negative ids are undefined.
     """
     rows = (logits.reshape(-1, logits.shape[-1]), jnp.maximum(tokens, 0).reshape(-1, 1))
-    scorer = partial(_score, implementation=view.implementation)
-    scores = row_by_row(scorer, *rows) if view.deterministic else scorer(*rows)
+    scorer = partial(_score, implementation=numerics.implementation)
+    scores = row_by_row(scorer, *rows) if numerics.deterministic else scorer(*rows)
     return jax.tree.map(lambda field: field.reshape(*tokens.shape, *field.shape[1:]), scores)
 
 
@@ -70,7 +71,7 @@ def of_round(
                 view = replace(view, masks=jnp.take_along_axis(view.masks, node, axis=1))
             rows = penalties.apply_penalties(rows, view, jnp.take_along_axis(path, node, axis=1))
         rows = sampler.process(rows, view.sampling, view.implementation)
-    return score(rows, verdict.tokens, view)
+    return score(rows, verdict.tokens, view.numerics)
 
 
 def of_first(
@@ -88,7 +89,7 @@ def of_first(
         edited: the raw logits after `jspec.sampling.penalties`.
     """
     rows = sampler.process(edited, view.sampling, view.implementation) if mode == PROCESSED else raw
-    return score(rows, token, view)
+    return score(rows, token, view.numerics)
 
 
 def of_prompts(
@@ -107,16 +108,33 @@ def of_prompts(
         logits_of: the target's output head, a function from hidden states to logits.
     """
     flat = normed.reshape(-1, normed.shape[-1])
-    size = flat.shape[0]
     has_tokens = batch.ends > batch.starts
-    # A row is followed by the next row's token, but a piece's last row by its root; ``size`` drops an empty piece's.
-    newest = jnp.where(has_tokens, batch.newest, size)
+    # A row is followed by the next row's token, but a piece's last row by its root; an empty piece has no such row.
+    newest = jnp.where(has_tokens, batch.newest, flat.shape[0])
     next_tokens = jnp.roll(batch.tokens.ravel(), -1).at[newest].set(roots, mode="drop")
+    return of_rows(flat, next_tokens, logits_of, view.numerics)
+
+
+def of_rows(
+    normed: Float[Array, "rows hidden"],
+    tokens: Int[Array, "rows"],
+    logits_of: Callable[[Float[Array, "block hidden"]], Float[Array, "block vocab"]],
+    numerics: Numerics,
+) -> LogProbs:
+    """Compute the raw log-probability of a token after each row, with the logits of one block of rows at a time.
+
+    Args:
+        normed: hidden states after the target's final norm.
+        tokens: token after each row.
+        logits_of: the target's output head, a function from hidden states to logits.
+        numerics: by which kernels, and with which promise of bits.
+    """
+    size = len(normed)
     block = min(BLOCK, size)
     padding = -size % block
-    rows = jnp.pad(flat, ((0, padding), (0, 0))).reshape(-1, block, flat.shape[-1])
-    ids = jnp.pad(next_tokens, (0, padding)).reshape(-1, block)
-    scores = jax.lax.map(lambda chunk: score(logits_of(chunk[0]), chunk[1], view), (rows, ids))
+    rows = jnp.pad(normed, ((0, padding), (0, 0))).reshape(-1, block, normed.shape[-1])
+    ids = jnp.pad(tokens, (0, padding)).reshape(-1, block)
+    scores = jax.lax.map(lambda chunk: score(logits_of(chunk[0]), chunk[1], numerics), (rows, ids))
     return jax.tree.map(lambda field: field.reshape(-1, *field.shape[2:])[:size], scores)
 
 

@@ -1,5 +1,7 @@
 """Training of draft heads: `fit` trains a head for a target; `TrainConfig` has its options.
 
+Trainers of targets find `log_probs` here, and the options to compile it with.
+
 Names are imported when they are first used, so that the options can be read without the optimiser.
 """
 
@@ -9,10 +11,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from jspec.train.config import TrainConfig
     from jspec.train.run import Result, fit
+    from jspec.train.scoring import OPTIONS, log_probs
 
-MODULES = {"Result": "jspec.train.run", "TrainConfig": "jspec.train.config", "fit": "jspec.train.run"}
+MODULES = {
+    "OPTIONS": "jspec.train.scoring",
+    "Result": "jspec.train.run",
+    "TrainConfig": "jspec.train.config",
+    "fit": "jspec.train.run",
+    "log_probs": "jspec.train.scoring",
+}
 
-__all__ = ["Result", "TrainConfig", "fit"]
+__all__ = ["OPTIONS", "Result", "TrainConfig", "fit", "log_probs"]
 
 
 def __getattr__(name: str) -> object:

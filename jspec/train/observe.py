@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from jspec.core.numerics import AUTO, REFERENCE
+from jspec.core.numerics import AUTO, REFERENCE, Numerics
 from jspec.core.records import PromptBatch
 from jspec.draft.draft_vocab import reduced_head
 from jspec.models.decoder import Model, forward
@@ -45,7 +45,7 @@ def observe(target: Model, rows: Rows, states: tuple[int, ...]) -> Observed:
         rows: packed rows.
         states: indices of the hidden states that the head reads, as in `jspec.models.decoder.forward`.
     """
-    batch = _blocks(rows)
+    batch = blocks_of(rows)
     pages = batch.tokens.shape[0] + 1
     pool = PoolShape(1, pages, ALIGN, rows.tokens.shape[1], str(target.embed.dtype), str(target.embed.dtype))
     cache, hidden = create(target.config.layers, pool, pool.dtype), target.config.hidden_size
@@ -57,7 +57,7 @@ def observe(target: Model, rows: Rows, states: tuple[int, ...]) -> Observed:
     return Observed(features=features[..., :-hidden], normed=normed, choices=choose(target, normed))
 
 
-def _blocks(rows: Rows) -> PromptBatch:
+def blocks_of(rows: Rows, numerics: Numerics = AUTO) -> PromptBatch:
     """Make a batch in which each document is a piece of a prompt, with a page of the cache for each block."""
     tokens, segments, positions = (of.reshape(-1, ALIGN) for of in (rows.tokens, rows.segments, rows.positions))
     blocks, first_row = jnp.arange(len(tokens), dtype=jnp.int32), positions[:, 0]
@@ -71,7 +71,7 @@ def _blocks(rows: Rows) -> PromptBatch:
         first_row=first_row,
         page_table=jnp.where(is_used[:, None], jnp.minimum(pages, len(tokens)), 0),
         bits=None,
-        numerics=AUTO,
+        numerics=numerics,
         piece=jnp.where(is_used, start, len(tokens)),  # a piece has the number of its first block
         starts=jnp.zeros(len(tokens), jnp.int32),
         ends=ends,

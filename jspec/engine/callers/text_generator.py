@@ -10,12 +10,13 @@ from dataclasses import fields
 from functools import partial
 from typing import Any, Unpack
 
+import numpy as np
 from tqdm import tqdm
 
 from jspec.core.config import EngineConfig
 from jspec.core.foreign_names import check_names
 from jspec.core.shorten import short
-from jspec.engine.callers.clients import Clients
+from jspec.engine.callers.clients import Clients, raise_error
 from jspec.engine.input.caller_input import PARAMETERS, Params, Prompt, Prompts, read_params
 from jspec.engine.input.chat_input import (
     TEMPLATE_FIELDS,
@@ -83,6 +84,32 @@ class TextGenerator(Clients):
         make = partial(self._make_requests, prompts, params, sampling_params=sampling_params, trace=trace)
         asked = await self._acomplete(partial(make, keywords=fields))
         return [make_completion(request) for request in asked]
+
+    def log_probs(self, texts: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        """Return the log-probability of each token of some texts after the tokens before it.
+
+        With ``deterministic=True`` these are the bits of ``Completion.logprobs`` of the same tokens, however they were
+        drafted, and those of `jspec.train.log_probs`.
+
+        Args:
+            texts: token ids of each text.
+
+        Returns:
+            For each text of n tokens a float32 array [n - 1], of its second token to its last. The values are those of
+            the model's raw logits.
+
+        Raises:
+            TypeError, ValueError: a text is no list of token ids, or longer than ``max_len`` minus 1.
+        """
+        asked = self._make_requests(
+            [{"prompt_token_ids": text} for text in texts],
+            {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "ignore_eos": True},
+        )
+        for _ in self._complete(asked):
+            pass
+        for request in asked:
+            raise_error(request)
+        return [request.output.prompt_logprobs.chosen for request in asked if request.output.prompt_logprobs]
 
     def prepare(
         self,

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 if TYPE_CHECKING:  # so that requests need no jax
     from jspec.core.records import LogProbs
 
@@ -36,6 +38,9 @@ def token_logprobs(scores: Any, row: Any, tokens: Sequence[int], num_top: int) -
         row: index into the leading axes of ``scores``; its first entries belong to the tokens.
         tokens: token ids.
         num_top: number of likeliest tokens to report at each token.
+
+    Attributes:
+        chosen: log-probability of each token but the first, [tokens - 1] float32; NaN where it was not computed yet.
     """
     size = len(tokens)
     chosen, ranks, top, top_ids = (f[row][:size] for f in (scores.chosen, scores.ranks, scores.top, scores.top_ids))
@@ -55,10 +60,14 @@ class PromptLogprobs:
     Args:
         prompt_token_ids: tokens of the prompt.
         num_top: number of likeliest tokens to report at each token.
+
+    Attributes:
+        chosen: log-probability of each token but the first, [tokens - 1] float32; NaN where it was not computed yet.
     """
 
     def __init__(self, prompt_token_ids: Sequence[int], num_top: int) -> None:
         self._tokens, self._num_top = prompt_token_ids, num_top
+        self.chosen = np.full(len(prompt_token_ids) - 1, np.nan, np.float32)
         self._records: list[TokenLogprob | None] = [None] * len(prompt_token_ids)
         self._pieces: list[tuple[int, int, LogProbs]] = []  # arrays whose records are not made yet
         self._lock = threading.Lock()  # threads may ask for the records at the same time
@@ -72,6 +81,7 @@ class PromptLogprobs:
             scores: log-probabilities of the token after each token of the piece, as numpy arrays.
         """
         self._pieces.append((start, count, scores))
+        self.chosen[start : start + count] = scores.chosen[: len(self.chosen) - start][:count]
 
     def records(self) -> list[TokenLogprob | None]:
         """Return one record per prompt token; None for the first token and for tokens that were not computed yet."""

@@ -1,0 +1,136 @@
+"""Test log-probabilities for trainers: values of transformers, bits of a deterministic engine, and gradients."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec import Completion, Drafter, Eagle3, Engine, Model, Tree
+from jspec.models.weights.quantize import quantize_weights
+from jspec.train import OPTIONS, log_probs
+from tests.models.test_families import HYBRID, LONGEST, RECORDED
+from tests.support import tiny
+from tests.support.arrays import on_device
+from tests.support.engines import make
+from tests.support.recordings import recording
+
+pytestmark = pytest.mark.once
+
+VOCAB = 16
+PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10], [3] * 11]
+
+
+def target(dtype: str = "float32", seed: int = 0) -> Model:
+    return jax.tree.map(lambda values: values.astype(dtype), tiny.model(VOCAB, seed=seed))
+
+
+def eagle3(model: Model) -> Drafter:
+    head = tiny.eagle_head(model, draft_vocab=12, feature_layers=(0, 1, 2))
+    return Eagle3(jax.tree.map(lambda x: x.astype(model.dtype) if x.dtype == jnp.float32 else x, head), Tree.chain(3))
+
+
+def padded(completions: list[Completion]) -> tuple[np.ndarray, np.ndarray]:
+    """Return prompts with their completions as rows of equal length, and the lengths."""
+    texts = [c.prompt_token_ids + c.token_ids for c in completions]
+    lengths = np.array([len(text) for text in texts])
+    return np.array([text + [VOCAB - 1] * (max(lengths) - len(text)) for text in texts]), lengths
+
+
+def sampled(engine: Engine) -> tuple[list[Completion], list[np.ndarray]]:
+    """Return completions of all prompts, and the log-probabilities with which their tokens were sampled."""
+    done = engine.generate(PROMPTS, max_tokens=20, temperature=1.0, seed=3, logprobs=0)
+    return done, [np.array([record.logprob for record in c.logprobs or ()], np.float32) for c in done]
+
+
+@pytest.mark.parametrize(("dtype", "drafts"), [("float32", "eagle3"), ("bfloat16", "eagle3"), ("bfloat16", "none")])
+def test_values_have_the_bits_that_a_deterministic_engine_sampled_from(dtype: str, drafts: str) -> None:
+    model = target(dtype)
+    drafter = None if drafts == "none" else eagle3(model)
+    with make(model, drafter, slots=4, max_len=64, page_size=4, deterministic=True) as engine:
+        done, wanted = sampled(engine)
+        tokens, lengths = padded(done)
+        prompts = [len(c.prompt_token_ids) for c in done]
+        of_engine = engine.log_probs([row[:n] for row, n in zip(tokens.tolist(), lengths, strict=True)])
+    jitted = jax.jit(log_probs, compiler_options=OPTIONS)(model, tokens, lengths)
+    for values in (np.asarray(log_probs(model, tokens, lengths)), np.asarray(jitted)):
+        for row, first, end, scores, scored in zip(values, prompts, lengths, wanted, of_engine, strict=True):
+            np.testing.assert_array_equal(row[first:end], scores)
+            np.testing.assert_array_equal(row[1:end], scored)
+            assert row[0] == 0 and not row[end:].any()
+    other = np.asarray(log_probs(target(dtype, seed=1), tokens, lengths))
+    assert np.abs(other - values).max() > 1e-3, "control: another model"
+
+
+def test_values_of_an_engine_that_is_not_deterministic_are_near(golden: Path) -> None:
+    with make(target(), eagle3(target()), slots=4, max_len=64, page_size=4) as engine:
+        done, wanted = sampled(engine)
+    tokens, lengths = padded(done)
+    values = np.asarray(log_probs(target(), tokens, lengths))
+    for row, c, scores in zip(values, done, wanted, strict=True):
+        first = len(c.prompt_token_ids)
+        np.testing.assert_allclose(row[first : first + 20], scores, atol=5e-5)
+
+
+def test_program_that_leaves_out_roundings_gives_nan() -> None:
+    tokens = np.array(PROMPTS[1:2])
+    assert np.isnan(jax.jit(log_probs)(target("bfloat16"), tokens)).all()
+    for dtype, options in (("bfloat16", OPTIONS), ("float32", None)):
+        values = jax.jit(log_probs, compiler_options=options)(target(dtype), tokens)
+        np.testing.assert_array_equal(values, log_probs(target(dtype), tokens))
+
+
+FAMILIES = sorted(set(RECORDED) - set(HYBRID))
+DIFFERENT = ("llama", "gemma3_text", "gpt_oss", "deepseek_v3")
+
+
+@pytest.mark.parametrize(
+    "family", [name if name in DIFFERENT else pytest.param(name, marks=pytest.mark.long) for name in FAMILIES]
+)
+def test_values_and_gradients_of_every_family(family: str, golden: Path) -> None:
+    """Values are those of transformers' recorded logits; a gradient predicts the change along a direction."""
+    folder = golden / "families" / family
+    model, data = tiny.load_target(folder), recording(folder / "expect.npz")
+    ids = data["prompt0"]
+    rows = data["logits0"].astype(np.float64)
+    every = (
+        rows - np.log(np.exp(rows - rows.max(-1, keepdims=True)).sum(-1, keepdims=True)) - rows.max(-1, keepdims=True)
+    )
+    wanted = every[np.arange(len(rows) - 1), ids[-len(rows) + 1 :]]
+    values = np.asarray(log_probs(model, ids[None]))[0]
+    np.testing.assert_allclose(values[-len(wanted) :], wanted, atol=5e-4)
+
+    def mean(weights: Model) -> jax.Array:
+        return jnp.mean(log_probs(weights, ids[None, :LONGEST]))
+
+    gradient = jax.grad(mean)(model)
+    leaves, structure = jax.tree.flatten(model)
+    rng = np.random.default_rng(0)
+    signs = [on_device(rng.choice([-1.0, 1.0], leaf.shape), leaf.dtype) for leaf in leaves]
+    step = jax.tree.unflatten(structure, [leaf * sign * 1e-3 for leaf, sign in zip(leaves, signs, strict=True)])
+    ahead, behind = (jax.tree.map(lambda w, s: w + f * s, model, step) for f in (1, -1))  # noqa: B023
+    change = float(mean(ahead) - mean(behind)) / 2
+    predicted = float(
+        sum(jnp.vdot(g, s) for g, s in zip(jax.tree.leaves(gradient), jax.tree.leaves(step), strict=True))
+    )
+    assert abs(change - predicted) < 0.05 * abs(predicted) + 3e-6
+    assert abs(predicted) > 2e-5, "control"
+
+
+def test_models_that_cannot_be_scored_are_refused() -> None:
+    tokens = np.array(PROMPTS[:1])
+    cases: list[tuple[Any, type[Exception], str]] = [
+        (
+            quantize_weights(target(), "int8"),
+            ValueError,
+            "deterministic: expected a target whose weights are not quant",
+        ),
+        (tiny.hybrid(VOCAB), NotImplementedError, "log_probs: expected a target of attention layers"),
+    ]
+    for model, kind, message in cases:
+        with pytest.raises(kind, match=message):
+            log_probs(model, tokens)
