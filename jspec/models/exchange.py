@@ -7,8 +7,8 @@ so arrays of a trainer on a GPU stay there.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, final
 
@@ -69,12 +69,18 @@ def from_names(arrays: Mapping[str, Any], config: ModelConfig, dtype: str) -> Mo
     Raises:
         ValueError: names, shapes or dtypes are not those of the config.
     """
-    names = {name: stored for name, stored in text_names(arrays).items() if not _is_later(name, config)}
-    arrays = {stored: arrays[stored] for stored in names.values()}
-    rows = tuple(renamed(families.family_of(config.family).weights(config, names), names))
+    rows, fill = _reader(config, dtype, tuple(sorted(arrays)))
+    arrays = {name: array for name, array in arrays.items() if not _is_later(name, config)}
     huggingface.check(rows, Arrays(arrays).tensors)
-    made = jax.jit(partial(_filled, rows, dtype))(arrays)
-    return Model.from_weights(config, orbax.unflatten(made, {}))
+    return Model.from_weights(config, orbax.unflatten(fill(arrays), {}))
+
+
+@lru_cache(maxsize=8)
+def _reader(config: ModelConfig, dtype: str, stored: tuple[str, ...]) -> tuple[Sequence[MapRow], Callable[..., Any]]:
+    """Return the weight map of stored names, and a program that fills it, compiled once for arrays of equal shapes."""
+    names = {name: each for name, each in text_names(stored).items() if not _is_later(each, config)}
+    rows = renamed(families.family_of(config.family).weights(config, names), names)
+    return rows, jax.jit(partial(_filled, rows, dtype))
 
 
 def joined_like(model: Model, other: Model) -> Model:
@@ -88,9 +94,10 @@ def joined_like(model: Model, other: Model) -> Model:
 
 
 def _is_later(name: str, config: ModelConfig) -> bool:
-    """Return whether a tensor is of a layer behind the last one, which predicts further tokens."""
-    layer = re.match(r"model\.layers\.(\d+)\.", name)
-    return bool(LATER_TENSORS.fullmatch(name)) or (layer is not None and int(layer[1]) >= config.num_layers)
+    """Return whether a stored tensor is of a layer behind the last one, which predicts further tokens."""
+    (bare,) = text_names([name])
+    layer = re.match(r"model\.layers\.(\d+)\.", bare)
+    return bool(LATER_TENSORS.fullmatch(bare)) or (layer is not None and int(layer[1]) >= config.num_layers)
 
 
 def _filled(rows: Iterable[MapRow], dtype: str, arrays: Mapping[str, Any]) -> dict[str, Any]:
