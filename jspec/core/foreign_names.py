@@ -146,6 +146,12 @@ FOREIGN_NAMES: dict[str, str] = {
     "template_kwargs": TEMPLATE,
     "tool_choice": "tools= of Engine.chat alone, because a template gets all of them",
     "functions": "tools= of Engine.chat",
+    # new weights, and sleep
+    "clear_cache": 'requests=, "keep" for requests that keep their cache, else "retract"',
+    "flush_cache": "requests=, because the prefix cache is always emptied",
+    "filter_types": "weights=, arrays by the names of a checkpoint",
+    "level": 'weights=, "keep", "host" or "drop"',
+    "tags": "no such option, because weights and caches come back together",
     "prompt": PROMPTS,
     "inputs": PROMPTS,
     "input_ids": PROMPTS,

@@ -235,9 +235,17 @@ def test_refused_updates_change_nothing(engine: Engine, old: Engine) -> None:
         (layers, {"version": "two"}, TypeError, "update_weights: version: expected an int or None"),
         (layers, {"drafter": NGram()}, ValueError, "update_weights: drafter: expected one like the engine's Eagle3("),
     ]
+    cases += [
+        (layers, {"clear_cache": True}, TypeError, "Engine.update_weights: expected requests=, "),
+        (layers, {"layout": "hf"}, TypeError, "Engine.update_weights: expected one of weights, requests"),
+    ]
     for weights, options, kind, message in cases:
         with pytest.raises(kind, match=re.escape(message)):
             engine.update_weights(weights, **options)
+    with pytest.raises(TypeError, match=re.escape('Engine.sleep: expected weights=, "keep", "host" or "drop", got')):
+        engine.sleep(level=1)
+    with pytest.raises(ValueError, match="sleep: requests: expected one of 'retract', 'abort', 'wait', got 'keep'"):
+        engine.sleep(requests="keep")
     assert engine.weight_version == version and tokens(engine) == wanted
 
 

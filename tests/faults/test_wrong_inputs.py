@@ -261,6 +261,8 @@ def public_names() -> set[str]:
         "tokenizer",
         "trace",
         "tree",
+        "requests",
+        "weights",
         *TEMPLATE_FIELDS,
     }
 

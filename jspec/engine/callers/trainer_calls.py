@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Literal
 
+from jspec.core.foreign_names import keywords_checked
 from jspec.core.shorten import short
 from jspec.draft.base import Drafter
 from jspec.engine.callers.engine_thread import EngineThread
@@ -33,6 +34,7 @@ class TrainerCalls(abc.ABC):
     def _check_alive(self) -> None:
         """Raise a RuntimeError if the engine is closed or has failed."""
 
+    @keywords_checked
     def update_weights(
         self,
         weights: WeightSource,
@@ -78,6 +80,7 @@ class TrainerCalls(abc.ABC):
         self._check_alive()
         return sum(engine.do(engine.core.scheduler.reset_prefix_cache) for engine in self._engines)
 
+    @keywords_checked
     def sleep(
         self,
         *,
@@ -107,6 +110,7 @@ class TrainerCalls(abc.ABC):
                 if not engine.core.is_asleep:
                     engine.settled(requests, partial(engine.core.sleep, weights))
 
+    @keywords_checked
     def wake_up(self) -> None:
         """Allocate the memory that `sleep` freed; do nothing if the engine does not sleep.
 
