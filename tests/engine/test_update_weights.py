@@ -19,6 +19,7 @@ from safetensors.numpy import save_file
 from jspec import MTP, Completion, DraftModel, Eagle3, Engine, Model, NGram, Replicas, Suffix, Tree
 from jspec.draft.base import Drafter
 from jspec.engine.callers.by_hand import ByHand
+from jspec.engine.request.metrics import LowAcceptanceWarning
 from jspec.engine.run.weight_update import WeightUpdate
 from jspec.engine.schedule.scheduler import Scheduler
 from jspec.step import side
@@ -56,7 +57,7 @@ DRAFTERS: dict[str, Callable[[], Drafter | None]] = {
     "none": lambda: None,
     "eagle3": eagle3,
     "mtp": lambda: MTP(tiny.mtp_head(old_target()), Tree.chain(2)),
-    "suffix": lambda: Suffix(Tree.chain(3), scope="engine"),
+    "suffix": lambda: Suffix(Tree.chain(3), scope="engine", corpus_tokens=256),
     "draft model": lambda: DraftModel(tiny.model(VOCAB, layers=1, seed=3), Tree.chain(2)),
 }
 KINDS: dict[str, dict[str, Any]] = {"plain": {}, "int8": {"quantize": "int8"}, "2 devices": {"tensor_parallel": 2}}
@@ -320,6 +321,7 @@ def test_sleeping_engine_frees_its_memory_and_goes_on_with_the_same_tokens(weigh
                 engine.sleep(weights=weights)
                 engine.sleep(weights=weights)
                 assert engine.is_sleeping and bytes_of(engine)["state"] == 0
+                assert 'jspec:is_sleeping{model_name="jspec",engine="0"} 1.0' in engine.prometheus()
                 assert (bytes_of(engine)["weights"] == 0) == (weights != "keep")
                 with pytest.raises(RuntimeError, match=re.escape("the engine sleeps; call wake_up()")):
                     engine.submit(PROMPTS[0])
@@ -376,9 +378,24 @@ def test_replicas_get_the_same_weights_and_sleep_together() -> None:
         assert tokens(replicas) == wanted != before
         assert update.version == replicas.weight_version == 5
         assert [engine.weight_version for engine in replicas.engines] == [5, 5]
+        assert 'jspec:weight_version{model_name="jspec",engine="1"} 5.0' in replicas.prometheus()
         replicas.sleep(weights="host")
         with pytest.raises(RuntimeError, match=re.escape("the engines sleep; call wake_up()")):
             replicas.generate(PROMPTS)
         replicas.wake_up()
         assert tokens(replicas) == wanted
         assert replicas.reset_prefix_cache() > 0
+
+
+def test_warning_of_low_acceptance_says_how_many_updates_ago_the_head_was_given(engine: Engine) -> None:
+    def advice() -> str:
+        prompts = [[number % VOCAB, 1, 2] for number in range(12)]
+        with pytest.warns(LowAcceptanceWarning) as warned:
+            engine.generate(prompts, max_tokens=20, temperature=0.0)
+        return str(warned[0].message)
+
+    engine.update_weights(new_target(), drafter=eagle3())
+    assert "updates of the target ago" not in advice()
+    engine.update_weights(old_target())
+    engine.update_weights(new_target())
+    assert "its weights were given 2 updates of the target ago" in advice()

@@ -46,8 +46,8 @@ class EngineThread:
     def __init__(self, core: EngineCore, config: EngineConfig) -> None:
         self.core, self.config, self._process = core, config, os.getpid()
         self.recovery = Recovery(core)
-        self._acceptance_warner = LowAcceptanceWarner(core.runner.program.drafter)
-        self.warn = self._acceptance_warner.warn  # for the threads of callers
+        self.acceptance_warner = LowAcceptanceWarner(core.runner.program.drafter)
+        self.warn = self.acceptance_warner.warn  # for the threads of callers
         self._stats_logger = StatsLogger(config.log_interval)
         self._thread = threading.Thread(target=self._run, name="jspec-engine", daemon=True)
         self._compiler = ThreadPoolExecutor(1, "jspec-compile")
@@ -211,7 +211,7 @@ class EngineThread:
         if self._stats_logger.is_due():
             self._stats_logger.write(self.core.metrics(), self.core.gauges())
         for rows in self.core.take_drafted_rows():
-            self._acceptance_warner.count(rows)
+            self.acceptance_warner.count(rows)
         return has_work
 
     def wait(self) -> None:

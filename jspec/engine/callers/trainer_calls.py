@@ -172,6 +172,7 @@ def _update(
     proposes, params = new_weights(weights, drafter, runner.program, runner.params, engine.config, copy=copy)
 
     def swap() -> dict[str, int]:
+        engine.acceptance_warner.on_update(proposes, is_new=proposes is not runner.program.drafter)
         runner.use(proposes, params)
         core.use_version(core.weight_version + 1 if version is None else version)
         return {"version": core.weight_version, "pages_forgotten": core.scheduler.reset_prefix_cache()}

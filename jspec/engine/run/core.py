@@ -284,7 +284,13 @@ class EngineCore:
 
     def gauges(self) -> Gauges:
         pages = self.scheduler.pages
-        return Gauges(len(self.scheduler.running), len(self.scheduler.waiting), pages.num_used / (pages.pages - 1))
+        return Gauges(
+            len(self.scheduler.running),
+            len(self.waiting),
+            pages.num_used / (pages.pages - 1),
+            self.weight_version,
+            self.is_asleep,
+        )
 
     def _record_queue_times(self, plan: Plan) -> None:
         """Record for the requests whose first prefill is dispatched now how long they waited."""

@@ -83,11 +83,15 @@ class Gauges:
         running: number of running requests.
         waiting: number of waiting requests.
         pages_used: share of all pages that requests hold, from 0 to 1.
+        weight_version: version of the weights; 0 before the first update.
+        is_sleeping: whether the engine has no memory for requests.
     """
 
     running: int
     waiting: int
     pages_used: float
+    weight_version: int = 0
+    is_sleeping: bool = False
 
 
 @dataclass
@@ -146,6 +150,9 @@ def _add_gauges(text: _Text, gauges: Gauges) -> None:
         ("kv_cache_usage_perc", gauges.pages_used, "Share of the cache's pages that requests hold; 1 is all."),
     ):
         text.add(f"vllm:{name}", "gauge", about, [("", "", value)])
+    about = "Version of the weights; 0 before the first update."
+    text.add("jspec:weight_version", "gauge", about, [("", "", gauges.weight_version)])
+    text.add("jspec:is_sleeping", "gauge", "1 while the engine has no memory.", [("", "", gauges.is_sleeping)])
 
 
 def _add_counters(text: _Text, metrics: Metrics) -> None:

@@ -29,9 +29,23 @@ class LowAcceptanceWarner:
     """
 
     def __init__(self, drafter: Drafter) -> None:
+        self._num_updates = 0  # of the target since the drafter's weights were given
+        self._begin(drafter)
+
+    def _begin(self, drafter: Drafter) -> None:
         self._advice = drafter.advice
         self._num_rounds = 0
         self._num_accepted = 0
+
+    def on_update(self, drafter: Drafter, *, is_new: bool) -> None:
+        """Begin anew after an update of the target's weights.
+
+        Args:
+            drafter: the drafter from now on.
+            is_new: whether its weights came with the update.
+        """
+        self._num_updates = 0 if is_new else self._num_updates + 1
+        self._begin(drafter)
 
     def count(self, report: Int[np.ndarray, "rounds rows columns"]) -> None:
         """Count the rounds of a step.
@@ -52,6 +66,8 @@ class LowAcceptanceWarner:
         if self._advice is None or self._num_rounds < MIN_ROUNDS or mean >= LOW:
             return
         advice, self._advice = self._advice, None
+        if self._num_updates:
+            advice = f"its weights were given {self._num_updates} updates of the target ago; {advice}"
         warnings.warn(
             f"mean acceptance length {mean:.2f} after {self._num_rounds} rounds: the drafts hardly help; {advice}",
             LowAcceptanceWarning,
