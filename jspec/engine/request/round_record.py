@@ -49,6 +49,9 @@ class Round:
         logprobs: one record per emitted token, if the request asked for log-probabilities; else None.
         confidence: [N] the drafter's estimate of the probability that a node is accepted if its parent is; root: 1.
             None: the drafter makes no estimate.
+        from_lookup: [N] whether a look-up drafted the node beside a head; None: the drafter has no two sources.
+        match_length: length in tokens of the look-up's match, whether the round verified what followed or not; 0: no
+            match. None: the drafter has no two sources.
     """
 
     tokens: np.ndarray
@@ -60,6 +63,8 @@ class Round:
     start: int = 0
     logprobs: list[TokenLogprob] | None = None
     confidence: np.ndarray | None = None
+    from_lookup: np.ndarray | None = None
+    match_length: int | None = None
 
     @property
     def break_off(self) -> BreakOff | None:
