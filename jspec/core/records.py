@@ -308,6 +308,9 @@ class Draft:
     confidence: Float[Array, "batch nodes"] | None = None
     # Whether a node was drawn from its parent's ``probs``; others, behind drawn siblings, are point masses. None: all.
     drawn: Bool[Array, "batch nodes"] | None = None
+    # Of a look-up beside a head. A node below one of the look-up is the look-up's too. None: the draft has one source.
+    from_lookup: Bool[Array, "batch nodes"] | None = None  # whether the look-up drafted the node; root: False
+    match_length: Int[Array, "batch"] | None = None  # match length of the look-up in tokens; 0: no match
 
 
 @struct.dataclass
@@ -337,6 +340,8 @@ class Trace:
     scores: Float[Array, "rounds batch nodes"]  # as in `Draft`
     path: Int[Array, "rounds batch depth1"]  # as in `Verdict`
     confidence: Float[Array, "rounds batch nodes"] | None = None  # as in `Draft`
+    from_lookup: Bool[Array, "rounds batch nodes"] | None = None  # as in `Draft`
+    match_length: Int[Array, "rounds batch"] | None = None  # as in `Draft`
 
 
 @struct.dataclass
@@ -362,13 +367,30 @@ class StepOutput:
     logprobs: LogProbs | None = None  # log-probabilities of the emitted tokens, [rounds, batch, depth + 1]
     prompt: LogProbs | None = None  # those of the token after each token of a prefill, [blocks * rows]
     path: Int[Array, "rounds batch depth1"] | None = None  # as in `Verdict`, for the device that drafted; not copied
+    by_source: bool = struct.field(pytree_node=False, default=False)  # whether the report counts a look-up's tokens
+
+    @property
+    def result(self) -> StepResult:
+        """The fields of the report, with arrays over all rounds and rows."""
+        return StepResult.read(self.report, by_source=self.by_source)
+
+    def rounds(self, row: int) -> list[StepResult]:
+        """Return the fields of each round of one row of a report on the host, as plain ints.
+
+        This saves a third of the host's time in batches of 64 rows, compared with numbers of numpy.
+        """
+        return [StepResult.split(columns, self.by_source) for columns in np.asarray(self.report)[:, row].tolist()]
+
+
+COLUMNS, SOURCE_COLUMNS = 4, 2  # columns of a report after its tokens, and those between if it counts by source
 
 
 class StepResult(NamedTuple):
     """The fields of a `StepOutput.report`, split on the host.
 
-    `read` makes one result with arrays [rounds, batch]; its ``tokens`` are [rounds, batch, depth + 1]. `rounds` makes
-    one result for each round of one row; its fields are ints, and its ``tokens`` are a list of ints.
+    `read` makes one result with arrays [rounds, batch]; its ``tokens`` are [rounds, batch, depth + 1]. `split` makes
+    one result of one round of one row; its fields are ints, and its ``tokens`` are a list of ints. The last two fields
+    are None unless a look-up drafts beside a head.
     """
 
     tokens: Any  # emitted tokens, -1 after the last
@@ -376,6 +398,8 @@ class StepResult(NamedTuple):
     accept_len: Any  # number of accepted draft tokens, even if the row ends at an earlier token
     num_drafted: Any  # number of valid draft nodes, the root excluded
     ended: Any  # whether the row has ended
+    lookup_drafted: Any = None  # number of those of ``num_drafted`` that the look-up drafted
+    head_accepted: Any = None  # number of those of ``accept_len`` that the head drafted, which come first
 
     @property
     def depth(self) -> int:
@@ -383,23 +407,27 @@ class StepResult(NamedTuple):
         return self.tokens.shape[-1] - 1
 
     @classmethod
-    def read(cls, report: Any) -> StepResult:
+    def read(cls, report: Any, *, by_source: bool = False) -> StepResult:
         """Split a report, an array of the host or the device, into one result with arrays over all rounds and rows."""
-        return cls(report[..., :-4], *(report[..., column] for column in range(-4, 0)))
+        end = -(COLUMNS + SOURCE_COLUMNS * by_source)
+        return cls(report[..., :end], *(report[..., at] for at in (*range(-COLUMNS, 0), *range(end, -COLUMNS))))
 
     @classmethod
-    def rounds(cls, report: np.ndarray) -> list[StepResult]:
-        """Split one row of a report into one result per round.
-
-        The fields are plain ints, which saves a third of the host's time in batches of 64 rows.
-
-        Args:
-            report: one row of a report, [rounds, columns].
-        """
-        return [cls(columns[:-4], *columns[-4:]) for columns in report.tolist()]
+    def split(cls, columns: list[int], by_source: bool) -> StepResult:
+        """Split the columns of one round of one row."""
+        end = -(COLUMNS + SOURCE_COLUMNS * by_source)
+        return cls(columns[:end], *columns[-COLUMNS:], *columns[end:-COLUMNS])
 
 
-def pack_result(verdict: Verdict, num_drafted: Int[Array, "batch"]) -> Int[Array, "batch columns"]:
-    """Pack a round's result into one int32 array, for one copy to the host; `StepResult.read` splits the array."""
-    tail = jnp.stack([verdict.counts, verdict.accept_len, num_drafted, verdict.ended.astype(jnp.int32)], axis=-1)
+def pack_result(
+    verdict: Verdict, num_drafted: Int[Array, "batch"], by_source: Sequence[Int[Array, "batch"]] = ()
+) -> Int[Array, "batch columns"]:
+    """Pack a round's result into one int32 array, for one copy to the host; `StepOutput.result` splits the array.
+
+    Args:
+        num_drafted: as in `StepResult`.
+        by_source: ``lookup_drafted`` and ``head_accepted`` of `StepResult`; empty: the draft has one source.
+    """
+    ended = verdict.ended.astype(jnp.int32)
+    tail = jnp.stack([*by_source, verdict.counts, verdict.accept_len, num_drafted, ended], axis=-1)
     return jnp.concatenate([verdict.tokens, tail], axis=-1)

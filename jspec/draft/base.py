@@ -57,6 +57,11 @@ class Drafter(abc.ABC):
         """A text that tells the user what to check if few draft tokens are accepted; None: no advice."""
         return None
 
+    @property
+    def sources(self) -> dict[str, str]:
+        """Class of the drafter of each source whose tokens are counted apart; empty: there is one source."""
+        return {}
+
     @abc.abstractmethod
     def feature_layers(self, target: Model) -> tuple[int, ...]:
         """Return the indices of the target's hidden states to pass to `prefill` and `commit` as features.

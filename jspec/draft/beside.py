@@ -102,6 +102,10 @@ class Beside(Drafter):
     def advice(self) -> str | None:
         return self.model.advice
 
+    @property
+    def sources(self) -> dict[str, str]:
+        return {"head": type(self.model).__name__, "lookup": type(self.lookup).__name__}
+
     def feature_layers(self, target: Model) -> tuple[int, ...]:
         return self.model.feature_layers(target)
 
@@ -140,7 +144,7 @@ class Beside(Drafter):
         with jax.named_scope("look_up"):
             found, lookup_state = lookup.look_up(state.lookup, view)
             draft, rates = self._together(drafted, found, state.rates, view)
-        return draft, BesideState(model_state, lookup_state, rates)
+        return replace(draft, match_length=found.length), BesideState(model_state, lookup_state, rates)
 
     def _together(self, drafted: Draft, found: Found, rates: MatchRates, view: SlotView) -> tuple[Draft, MatchRates]:
         """Join both drafts, of which a look-up's scores become those of its rate, and keep the chains to compare."""
@@ -184,7 +188,7 @@ class Beside(Drafter):
 def replaced(drafted: Draft, chain: Draft, is_used: Bool[Array, "batch"]) -> Draft:
     """Replace the chains of some rows by the continuation of a match.
 
-    The tokens of these rows are point masses, because their rows of ``probs`` are zeros.
+    The tokens of these rows are point masses, because their rows of ``probs`` are zeros. All count as the look-up's.
 
     Args:
         drafted: chains of the model.
@@ -205,6 +209,7 @@ def replaced(drafted: Draft, chain: Draft, is_used: Bool[Array, "batch"]) -> Dra
         probs=None if drafted.probs is None else choose(drafted.probs, jnp.zeros_like(drafted.probs)),
         vocab_map=drafted.vocab_map,
         confidence=None if drafted.confidence is None else choose(drafted.confidence, _confidence(chain)),
+        from_lookup=is_used[:, None] & (np.arange(nodes) > 0),
     )
 
 
@@ -212,7 +217,8 @@ def joined(drafted: Draft, chain: Draft, is_used: Bool[Array, "batch"]) -> Draft
     """Join the continuation of a match to the model's tree, in some rows.
 
     Its beginning is the longest path of the tree with the same tokens, at least the root. The other tokens become a
-    branch below, one node each, with numbers after those of the tree. A node whose token is on the path is padding.
+    branch below, one node each, with numbers after those of the tree. A node whose token is on the path is padding, so
+    a token that both drafted counts as the model's.
 
     Args:
         drafted: trees of the model.
@@ -233,6 +239,8 @@ def joined(drafted: Draft, chain: Draft, is_used: Bool[Array, "batch"]) -> Draft
     at_last = jnp.take_along_axis(drafted.scores, last[:, None], axis=1)
     scores = at_last + chain.scores[:, 1:] - jnp.take_along_axis(chain.scores, common, axis=1)
 
+    from_lookup = jnp.tile(np.arange(size + length) >= size, (rows, 1))
+
     def together(mine: Array | np.ndarray, others: Array) -> Array:
         return jnp.concatenate([mine, others.astype(mine.dtype)], axis=1)
 
@@ -244,7 +252,8 @@ def joined(drafted: Draft, chain: Draft, is_used: Bool[Array, "batch"]) -> Draft
         probs=None if drafted.probs is None else _pad(drafted.probs, size + length),
         vocab_map=drafted.vocab_map,
         confidence=None if drafted.confidence is None else together(drafted.confidence, _confidence(chain)[:, 1:]),
-        drawn=None if drafted.probs is None else jnp.tile(np.arange(size + length) < size, (rows, 1)),
+        drawn=None if drafted.probs is None else ~from_lookup,
+        from_lookup=from_lookup,
     )
 
 

@@ -18,6 +18,7 @@ from jspec import verify
 from jspec.core.ancestors import ancestors, by_depth, depths
 from jspec.core.packing import Packing
 from jspec.core.records import (
+    COLUMNS,
     Draft,
     LayerState,
     LogProbs,
@@ -51,7 +52,7 @@ def spec_step(
     """
     if program.rounds == 1:
         state, *results = spec_round(program, params, state, slots)
-        return state, output_of_one(results)
+        return state, output_of_one(program, results)
 
     def body(index: Int[Array, ""], carry: Any) -> Any:
         state, outputs = carry
@@ -61,18 +62,19 @@ def spec_step(
     shapes = jax.eval_shape(lambda s: spec_round(program, params, s, slots)[1:], state)
     empty = jax.tree.map(lambda x: jnp.zeros((program.rounds, *x.shape), x.dtype), shapes)
     state, results = jax.lax.fori_loop(0, program.rounds, body, (state, empty))
-    return state, _output_of(results)
+    return state, _output_of(program, results)
 
 
-def output_of_one(results: Sequence[Any]) -> StepOutput:
+def output_of_one(program: Program, results: Sequence[Any]) -> StepOutput:
     """Make the output of a step with one round from the results of `spec_round` except the state."""
-    return _output_of([jax.tree.map(lambda x: x[None], result) for result in results])
+    return _output_of(program, [jax.tree.map(lambda x: x[None], result) for result in results])
 
 
-def _output_of(results: Sequence[Any]) -> StepOutput:
+def _output_of(program: Program, results: Sequence[Any]) -> StepOutput:
     """Make a step's output from report, trace and log-probabilities, whose first axis is rounds."""
     report, trace, scores = results
-    return StepOutput(report=report, trace=trace, logprobs=scores)
+    by_source = report.shape[-1] > program.drafter.tree.depth + 1 + COLUMNS
+    return StepOutput(report=report, trace=trace, logprobs=scores, by_source=by_source)
 
 
 def spec_round(
@@ -120,8 +122,8 @@ def verify_and_commit(
     if program.trace:
         with jax.named_scope("trace"):
             parents = jnp.where(draft.valid, draft.parents, -1)
-            fields = {name: getattr(draft, name) for name in ("tokens", "scores", "confidence")}
-            trace = Trace(**fields, parents=parents, path=verdict.path)
+            names = ("tokens", "scores", "confidence", "from_lookup", "match_length")
+            trace = Trace(**{name: getattr(draft, name) for name in names}, parents=parents, path=verdict.path)
     return state, verdict, (report_stage(view, draft, verdict), trace, scores)
 
 
@@ -243,4 +245,10 @@ def report_stage(view: SlotView, draft: Draft, verdict: Verdict) -> Int[Array, "
     """Pack the integers that the host reads after every round: tokens, counts and flags of each row."""
     with jax.named_scope("report"):
         num_drafted = jnp.where(view.active, jnp.sum(draft.valid[:, 1:], axis=1, dtype=jnp.int32), 0)
-        return pack_result(verdict, num_drafted)
+        if draft.from_lookup is None:
+            return pack_result(verdict, num_drafted)
+        from_lookup = draft.valid & draft.from_lookup & view.active[:, None]
+        lookup_drafted = jnp.sum(from_lookup, axis=1, dtype=jnp.int32)
+        on_path = jnp.take_along_axis(from_lookup, jnp.maximum(verdict.path, 0), axis=1)
+        head_accepted = jnp.sum((verdict.path > 0) & ~on_path, axis=1, dtype=jnp.int32)
+        return pack_result(verdict, num_drafted, (lookup_drafted, head_accepted))

@@ -24,7 +24,7 @@ from tqdm import tqdm
 from jspec.core.config import EngineConfig
 from jspec.core.prefill_input import PrefillInput
 from jspec.core.progress import progress_bar
-from jspec.core.records import Draft, LayerState, SlotState, StepResult
+from jspec.core.records import COLUMNS, Draft, LayerState, SlotState
 from jspec.draft.base import Drafter
 from jspec.models.kv_cache import copy_state, update_page_table
 from jspec.models.weights.tensor_parallel import state_layout
@@ -241,7 +241,7 @@ def warn_of_slow_layers(states: Sequence[LayerState], platform: str) -> None:
 
 def _report(rows: int, depth: int) -> jax.ShapeDtypeStruct:
     """Return the shape of the report of a step with one round (`jspec.core.records.pack_result`)."""
-    return _int32(1, rows, depth + 1 + len(StepResult._fields) - 1)
+    return _int32(1, rows, depth + 1 + COLUMNS)
 
 
 def _int32(*shape: int) -> jax.ShapeDtypeStruct:

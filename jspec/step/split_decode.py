@@ -63,7 +63,7 @@ def verify_step(
     view = replace(round_view(program, params, state, slots), masks=masks)
     draft = replace(draft, tokens=draft.tokens.at[:, 0].set(view.root))  # other devices' state changes no output
     state, verdict, results = verify_and_commit(program, params, state, view, draft)
-    return state, replace(output_of_one(results), path=verdict.path[None])
+    return state, replace(output_of_one(program, results), path=verdict.path[None])
 
 
 def commit_step(

@@ -18,7 +18,7 @@ from jspec.engine.request.model_sampling import model_sampling
 from jspec.engine.text.tokenizer import HFTokenizer, Tokenizer, load_tokenizer
 from jspec.engine.text.tokenizer_files import TOKENIZER_FILES
 from jspec.tools import demo, processes, token_table
-from jspec.tools.options import add_model_arguments, add_sampling_arguments
+from jspec.tools.options import add_model_arguments, add_sampling_arguments, check_join
 from jspec.tools.progress import settled
 from jspec.tools.speed_meter import SpeedMeter
 
@@ -178,8 +178,7 @@ def draft_options(arguments: argparse.Namespace) -> dict[str, Any]:
             f"--lookup: expected a head beside which it drafts, one of {flags}, got none of them (a draft model drafts "
             "alone); name one, or leave it out"
         )
-    if arguments.join is not None and arguments.lookup is None:
-        raise ValueError("--join: expected --lookup, whose tokens join the head's, got none; name it or leave it out")
+    check_join(arguments)
     if arguments.draft_device is not None:
         options["device"] = _draft_device(arguments)
     return options

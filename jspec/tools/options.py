@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from jspec.core.config import ACCEPT_RULES, KV_DTYPES, QUANTIZE, EngineConfig
 from jspec.core.tree import DEFAULT_TREE, TREE_FORMS
 from jspec.engine.request.model_sampling import AUTO, NONE
 
 LOOKUPS, JOINS = ("ngram", "suffix"), ("replace", "beside")
+LOOKUP_HELP = "draft what followed the newest tokens earlier too, in the same rounds as a head; default: no"
+JOIN_HELP = "which tokens a look-up and a head draft together; default: replace if the head drafts a chain, else beside"
+LOOKUP: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
+    (("--lookup",), dict(choices=LOOKUPS, help=LOOKUP_HELP)),
+    (("--join",), dict(choices=JOINS, help=JOIN_HELP)),
+)
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, *, needs_target: bool = True) -> None:
@@ -47,10 +54,8 @@ def _add_drafter_arguments(group: argparse._ArgumentGroup) -> None:
     drafters.add_argument("--draft-model", metavar="PATH", help="draft with a smaller model")
     drafters.add_argument("--ngram", action="store_true", help="draft what followed the newest tokens earlier")
     drafters.add_argument("--suffix", action="store_true", help="draft what most often followed the newest tokens")
-    about = "draft what followed the newest tokens earlier too, in the same rounds as a head"
-    group.add_argument("--lookup", choices=LOOKUPS, help=about)
-    about = "which tokens a look-up and a head draft together; default: replace if the head drafts a chain, else beside"
-    group.add_argument("--join", choices=JOINS, help=about)
+    for flags, settings in LOOKUP:
+        group.add_argument(*flags, **settings)
     about = f"draft tree: {TREE_FORMS}; default: {DEFAULT_TREE}, or a shorter chain if the head ends there"
     group.add_argument("--tree", help=about)
     about = f"accept rule: {', '.join(ACCEPT_RULES)}"
@@ -61,6 +66,12 @@ def _add_drafter_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--draft-window", type=int, metavar="W", help="newest tokens that the drafter attends to")
     about = "device of the draft model, counted from 0; default: the target's devices"
     group.add_argument("--draft-device", type=int, metavar="N", help=about)
+
+
+def check_join(arguments: argparse.Namespace) -> None:
+    """Raise an error if the command line says how a look-up joins a head, and names no look-up."""
+    if arguments.join is not None and arguments.lookup is None:
+        raise ValueError("--join: expected --lookup, whose tokens join the head's, got none; name it or leave it out")
 
 
 def _add_weight_arguments(group: argparse._ArgumentGroup) -> None:

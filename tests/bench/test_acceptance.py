@@ -18,6 +18,7 @@ from jspec.core.config import ACCEPT_RULES
 from jspec.core.tree import Tree
 from jspec.draft.auto import load_drafter
 from jspec.engine.request.metrics import Metrics
+from jspec.engine.request.round_record import Round
 from jspec.tools import demo
 from jspec.tools.bench import acceptance, pair
 from jspec.tools.bench.acceptance import AcceptanceCase, MeasuredAcceptance, text_places
@@ -52,6 +53,62 @@ def test_acceptance_cases_combine_each_rule_with_the_trees_it_supports() -> None
     }
     drawn = {(rule, tree) for rule in ("rejection", "traversal") for tree in (chain, static)}
     assert found == everywhere | drawn | {("block", chain)}
+
+
+def test_acceptance_cases_with_a_look_up_are_the_head_the_look_up_and_both_as_they_can_be_joined() -> None:
+    static = str(MEASURED[1])
+    found = {case.drafts for case in acceptance.cases(["block"], MEASURED, lookup="ngram")}
+    assert found == {"head", "ngram", "head+ngram, replace"}
+    found = {(str(case.tree), case.drafts) for case in acceptance.cases(["rejection"], MEASURED, lookup="suffix")}
+    assert found == {
+        *(("chain:4", drafts) for drafts in ("head", "suffix", "head+suffix, replace")),
+        *((static, drafts) for drafts in ("head", "suffix", "head+suffix, beside")),
+    }
+    found = {str(case.tree) for case in acceptance.cases(["coupled"], MEASURED, lookup="ngram", join="replace")}
+    assert found == {"chain:4"}
+    with pytest.raises(ValueError, match="--join replace a chain"):
+        acceptance.cases(["block"], MEASURED, lookup="ngram", join="beside")
+
+
+def test_steps_by_match_length_add_up_what_the_head_and_the_look_up_had_accepted() -> None:
+    """Three rounds of a chain of two tokens of the head and a branch of three of the look-up, the last one cut."""
+    parents = np.array([-1, 0, 1, 0, 3, -1])
+    tree = dict(tokens=np.arange(6), parents=parents, scores=np.zeros(6), from_lookup=np.arange(6) > 2)
+    rounds = [
+        Round(**tree, path=[0, 1, 2], accept_len=2, emitted=[7, 7, 7], match_length=0),
+        Round(**tree, path=[0, 3, 4], accept_len=2, emitted=[7, 7, 7], match_length=4),
+        Round(**tree, path=[0, 3, 4], accept_len=2, emitted=[7], match_length=3),
+        Round(**tree, path=[0], accept_len=0, emitted=[7], match_length=25),
+    ]
+    found = [(one.match, one.steps, one.head, one.lookup, one.rate) for one in acceptance.by_match(rounds)]
+    assert found == [("0", 1, 2, 0, 0), ("3-4", 2, 0, 1.5, 0.75), ("25+", 1, 0, 0, 0), ("0+", 4, 0.5, 0.75, 0.375)]
+    edges = [replace(rounds[0], match_length=length) for length in (1, 2, 3, 4, 5, 8, 9, 24, 25, 99)]
+    kinds = [(one.match, one.steps) for one in acceptance.by_match(edges)][:-1]
+    assert kinds == [("1", 1), ("2", 1), ("3-4", 2), ("5-8", 2), ("9-12", 1), ("17-24", 1), ("25+", 2)]
+
+
+@pytest.mark.long
+def test_acceptance_command_with_a_look_up_counts_the_tokens_of_each_source(
+    capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    words = ["--tree", "chain:4", "--accept", "coupled", "--temperature", "0", "--tokens", "24", "--context", "128"]
+    file = tmp_path / "out.json"
+    assert main(["bench", "acceptance", "--lookup", "ngram", "--join", "beside", *words, "--json", str(file)]) == 0
+    head, lookup, both = json.loads(file.read_text())["results"]
+    assert [one["case"]["drafts"] for one in (head, lookup, both)] == ["head", "ngram", "head+ngram, beside"]
+    assert not head["matches"] and not lookup["matches"]
+    *kinds, every = both["matches"]
+    assert sum(kind["steps"] for kind in kinds) == every["steps"] == both["rounds"] and len(kinds) > 2
+    for source in ("head", "lookup"):
+        assert every[source] > 0
+        total = sum(kind["steps"] * kind[source] for kind in kinds)
+        assert total == pytest.approx(every["steps"] * every[source])
+    assert 1 + every["head"] + every["lookup"] == pytest.approx(both["length"])
+    assert both["length"] > max(head["length"], lookup["length"])
+    (without,) = [kind for kind in kinds if kind["match"] == "0"]
+    assert without["lookup"] == 0 and without["rate"] is None, "without a match the look-up drafts nothing"
+    printed = capsys.readouterr().out
+    assert "coupled, chain:4, head+ngram, beside, temperature 0: tokens a step by length of the match" in printed
 
 
 def test_acceptance_command_with_a_tree_that_the_rule_does_not_support_raises(capsys: pytest.CaptureFixture) -> None:
@@ -89,7 +146,14 @@ def test_acceptance_command_steps_times_mean_length_equal_emitted_tokens(folder:
         assert result["rounds"] * 4 * result["rate"] == pytest.approx(tokens - result["rounds"])
         assert (
             result["case"]
-            == {"accept": "coupled", "tree": "chain:4", "draft_quantize": None, "draft_window": None, "context": None}
+            == {
+                "accept": "coupled",
+                "tree": "chain:4",
+                "draft_quantize": None,
+                "draft_window": None,
+                "context": None,
+                "drafts": None,
+            }
             and 0 < result["error"] < 1
         )
     assert results[0]["length"] > results[1]["length"] > 1.3  # the head drafts, and chance makes it harder
@@ -206,9 +270,18 @@ def test_acceptance_command_with_context_lengths_prints_table_and_writes_json(
     assert [(r["draft_window"], r["context"]) for r in results] == [(None, 256), (None, 512), (64, 256), (64, 512)]
 
 
-def test_acceptance_command_with_a_text_but_no_context_is_refused(capsys: pytest.CaptureFixture) -> None:
-    assert main(["bench", "acceptance", "--text", "some.txt"]) == 2
-    assert "--text: expected none without --context" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--text", "some.txt"], "--text: expected none without --context"),
+        (["--join", "beside"], "--join: expected --lookup"),
+    ],
+)
+def test_acceptance_command_with_an_option_but_not_the_one_that_it_needs_is_refused(
+    words: list[str], message: str, capsys: pytest.CaptureFixture
+) -> None:
+    assert main(["bench", "acceptance", *words]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_names_demo_stand_for_the_embedded_target_and_head_and_suffix_cannot_be_quantised() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import re
+from collections import Counter
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -13,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec import Beside, DraftModel, Eagle3, Engine, NGram, SamplingParams, Suffix, Tree
+from jspec import Beside, DraftModel, Eagle3, Engine, Metrics, NGram, SamplingParams, Suffix, Tree
 from jspec.core.ancestors import longest_accepted_path
 from jspec.core.records import Draft, Verdict
 from jspec.draft import beside, match_rates
@@ -230,6 +232,62 @@ def known(tree: Tree, options: tuple[tuple[str, Any], ...]) -> Beside:
     return Beside(KnownModel(next(parts)), next(parts), **dict(options))
 
 
+Paths = set[tuple[int, ...]]  # draft tokens from the root to a node, for each node
+
+
+def drafts_of(name: str, line: int, start: int, cap: int, is_lookup: bool) -> dict[str, Paths]:
+    """Return the paths that each source drafts in a round, from the text of plain decoding and the tables.
+
+    Args:
+        start: number of output tokens before the round.
+        cap: largest depth that the request allows.
+        is_lookup: whether the look-up's chain replaces the model's, if one replaces the other.
+    """
+    text, (of_model, of_lookup) = [*plain()[line].token_ids, *[0] * 4], CASES[line % len(CASES)]
+    chain = [(text[start + depth] + shift) % VOCAB for depth, shift in enumerate(of_lookup)]
+    lookup = {tuple(chain[:depth]) for depth in range(1, len(chain) + 1)}
+    model = {
+        tuple((text[start + depth] + of_model[depth] + rank) % VOCAB for depth, rank in enumerate(path))
+        for path in ENGINES[name][0].paths or ()
+    }
+    if "replace" in name:
+        model, lookup = (set(), lookup) if is_lookup else (model, set())
+    drafts = {"head": model, "lookup": lookup - model}  # a path that both drafted is the head's
+    return {source: {path for path in paths if len(path) <= cap} for source, paths in drafts.items()}
+
+
+def simulated(name: str, line: int, params: SamplingParams, replaced: dict[int, bool]) -> list[dict[str, int]]:
+    """Return the numbers of verified and of emitted draft tokens of each source of a request.
+
+    Args:
+        replaced: for each number of output tokens whether the look-up's chain replaces the model's.
+    """
+    text, verified, emitted = plain()[line].token_ids, Counter(head=0, lookup=0), Counter(head=0, lookup=0)
+    start = 1
+    while start < TOKENS and text[start - 1] not in params.stop_token_ids:
+        cap = 4 if params.draft is True else int(params.draft)
+        drafts = drafts_of(name, line, start, cap, replaced.get(start, start % 2 == 0))  # even matches are longer
+        paths = drafts["head"] | drafts["lookup"]
+        accepted = sum(tuple(text[start:end]) in paths for end in range(start + 1, TOKENS + 1))
+        stops = [at for at, token in enumerate(text[start : start + accepted + 1]) if token in params.stop_token_ids]
+        count = min(accepted + 1, TOKENS - start, *(at + 1 for at in stops))
+        for source in drafts:
+            verified[source] += len(drafts[source])
+            emitted[source] += sum(
+                tuple(text[start : start + depth]) in drafts[source] for depth in range(1, count + 1)
+            )
+        start += count
+    return [dict(verified), dict(emitted)]
+
+
+def check_counts(name: str, line: int, done: Any, params: SamplingParams, replaced: dict[int, bool]) -> None:
+    metrics = done.metrics
+    found = [metrics.num_draft_tokens_per_source, metrics.num_accepted_tokens_per_source]
+    if metrics.num_drafts:
+        assert found == simulated(name, line, params, replaced), (name, line)
+    assert [sum(of.values()) for of in found] == [metrics.num_draft_tokens, metrics.num_accepted_tokens]
+
+
 def right(wrong: tuple[int, ...]) -> int:
     """Return how many tokens of a chain are right."""
     return next((depth for depth, shift in enumerate(wrong) if shift), len(wrong))
@@ -254,6 +312,30 @@ def test_engine_with_a_known_model_and_look_up_accepts_what_is_right(
                 by_length = model if r.start % 2 else lookup  # odd matches are shorter than the threshold
                 wanted = by_length if name == "replace by length" else max(model, lookup)
                 assert r.accept_len == wanted, (name, CASES[line % len(CASES)])
+        replaced = {}
+        for r in one.rounds:
+            paths: dict[int, tuple[int, ...]] = {0: ()}
+            for node in np.flatnonzero(r.parents >= 0):
+                paths[int(node)] = (*paths[r.parents[node]], int(r.tokens[node]))
+            replaced[r.start] = bool(r.from_lookup.any())
+            drafts = drafts_of(name, line, r.start, 4, replaced[r.start])
+            assert {path for node, path in paths.items() if r.from_lookup[node]} == drafts["lookup"]
+            assert {path for node, path in paths.items() if node and not r.from_lookup[node]} == drafts["head"]
+            assert r.match_length == 4 - r.start % 2
+        check_counts(name, line, one, PARAMS[line], replaced)
+    if name == "replace by rates":
+        return
+    stopped = [
+        dataclasses.replace(each, stop_token_ids=(one.token_ids[12 + line % 5],), draft=(True, 1, 2)[line % 3])
+        for line, (each, one) in enumerate(zip(PARAMS, plain(), strict=True))
+    ]
+    cut = engine.generate(PROMPTS, stopped)
+    for line, (one, each) in enumerate(zip(cut, stopped, strict=True)):
+        check_counts(name, line, one, each, {})
+    assert any(sum(one.metrics.num_accepted_per_position) > one.metrics.num_accepted_tokens for one in cut)
+    total = sum((one.metrics for one in (*done, *cut)), Metrics())
+    for count in ("num_draft_tokens_per_source", "num_accepted_tokens_per_source"):
+        assert getattr(engine.metrics, count) == getattr(total, count) and min(getattr(total, count).values()) > 100
 
 
 # -- options

@@ -289,7 +289,10 @@ class Engine(TextGenerator, TrainerCalls):
         """
 
         def text() -> str:
-            return exposition(self.core.metrics(), self.core.latencies, self.core.gauges(), model_name, number=number)
+            core, of = self.core, self.core.runner.program.drafter
+            drafter = {"drafter": type(of).__name__, **of.sources, "tree": str(of.tree)}
+            state = (core.metrics(), core.latencies, core.gauges())
+            return exposition(*state, model_name, number=number, drafter=drafter)
 
         return self.threads.do(text)
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+# Fields of `Metrics` that count by key.
+COUNTS = ("num_draft_tokens_per_source", "num_accepted_tokens_per_source", "num_rounds_per_depth", "finished")
+
 
 class LowAcceptanceWarning(UserWarning):
     """A warning that few draft tokens are accepted, so the drafter does not fit the target or the prompts."""
@@ -18,6 +21,9 @@ class Metrics:
         num_drafts: number of rounds.
         num_draft_tokens: number of draft tokens that were verified.
         num_accepted_tokens: number of draft tokens that were accepted and emitted.
+        num_draft_tokens_per_source: those of ``num_draft_tokens`` that the "head" and the "lookup" of a `Beside`
+            drafted; empty with another drafter. A token that both drafted in a tree counts as the head's.
+        num_accepted_tokens_per_source: those of ``num_accepted_tokens`` of each source.
         num_accepted_per_position: entry i is the number of rounds that accepted more than i draft tokens; those after
             the end of a request count here, so that the shares of late positions are not too low.
         num_rounds_per_depth: number of rounds for each draft depth; depth 0 is plain decoding.
@@ -39,6 +45,8 @@ class Metrics:
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_draft_tokens_per_source: dict[str, int] = field(default_factory=dict)
+    num_accepted_tokens_per_source: dict[str, int] = field(default_factory=dict)
     num_accepted_per_position: list[int] = field(default_factory=list)
     num_rounds_per_depth: dict[int, int] = field(default_factory=dict)
     num_tokens: int = 0
@@ -55,7 +63,16 @@ class Metrics:
     num_states_evicted: int = 0
     states_kept: int = 0
 
-    def count_round(self, *, depth: int, drafted: int, accept_len: int, emitted_drafts: int) -> None:
+    def count_round(
+        self,
+        *,
+        depth: int,
+        drafted: int,
+        accept_len: int,
+        emitted_drafts: int,
+        lookup_drafted: int | None = None,
+        head_accepted: int | None = None,
+    ) -> None:
         """Add one round to the counters.
 
         Args:
@@ -63,6 +80,8 @@ class Metrics:
             drafted: number of draft tokens that were verified.
             accept_len: number of accepted draft tokens, including any after the request's end.
             emitted_drafts: number of accepted draft tokens that were emitted.
+            lookup_drafted: number of verified draft tokens of a look-up beside a head; None: there is one source.
+            head_accepted: number of accepted draft tokens of the head, which come before those of the look-up.
         """
         self.num_drafts += 1
         self.num_rounds_per_depth[depth] = self.num_rounds_per_depth.get(depth, 0) + 1
@@ -72,6 +91,12 @@ class Metrics:
             self.num_accepted_per_position += [0] * (accept_len - len(self.num_accepted_per_position))
         for position in range(accept_len):
             self.num_accepted_per_position[position] += 1
+        if lookup_drafted is not None and head_accepted is not None:
+            verified = {"head": drafted - lookup_drafted, "lookup": lookup_drafted}
+            of_head = min(emitted_drafts, head_accepted)
+            accepted = {"head": of_head, "lookup": emitted_drafts - of_head}
+            self.num_draft_tokens_per_source = _sums(self.num_draft_tokens_per_source, verified)
+            self.num_accepted_tokens_per_source = _sums(self.num_accepted_tokens_per_source, accepted)
 
     def __add__(self, other: Metrics) -> Metrics:
         longest = max(len(self.num_accepted_per_position), len(other.num_accepted_per_position))
@@ -80,8 +105,8 @@ class Metrics:
             num_drafts=self.num_drafts + other.num_drafts,
             num_draft_tokens=self.num_draft_tokens + other.num_draft_tokens,
             num_accepted_tokens=self.num_accepted_tokens + other.num_accepted_tokens,
+            **{name: _sums(getattr(self, name), getattr(other, name)) for name in COUNTS},
             num_accepted_per_position=[a + b for a, b in zip(*pads, strict=True)],
-            num_rounds_per_depth=_sums(self.num_rounds_per_depth, other.num_rounds_per_depth),
             num_tokens=self.num_tokens + other.num_tokens,
             num_first_tokens=self.num_first_tokens + other.num_first_tokens,
             queue_seconds=self.queue_seconds + other.queue_seconds,
@@ -90,7 +115,6 @@ class Metrics:
             num_prompt_tokens=self.num_prompt_tokens + other.num_prompt_tokens,
             num_cached_tokens=self.num_cached_tokens + other.num_cached_tokens,
             num_preemptions=self.num_preemptions + other.num_preemptions,
-            finished=_sums(self.finished, other.finished),
             pages_in_use=self.pages_in_use + other.pages_in_use,
             num_state_hits=self.num_state_hits + other.num_state_hits,
             num_states_evicted=self.num_states_evicted + other.num_states_evicted,

@@ -49,6 +49,9 @@ class Round:
         logprobs: one record per emitted token, if the request asked for log-probabilities; else None.
         confidence: [N] the drafter's estimate of the probability that a node is accepted if its parent is; root: 1.
             None: the drafter makes no estimate.
+        from_lookup: [N] whether a look-up drafted the node beside a head; None: the drafter has no two sources.
+        match_length: length in tokens of the look-up's match, whether the round verified what followed or not; 0: no
+            match. None: the drafter has no two sources.
     """
 
     tokens: np.ndarray
@@ -60,6 +63,16 @@ class Round:
     start: int = 0
     logprobs: list[TokenLogprob] | None = None
     confidence: np.ndarray | None = None
+    from_lookup: np.ndarray | None = None
+    match_length: int | None = None
+
+    @property
+    def tokens_by_source(self) -> tuple[int, int, int]:
+        """Emitted tokens of the head, those of a look-up beside it, and all verified tokens of the look-up."""
+        assert self.from_lookup is not None
+        emitted = self.path[1 : 1 + len(self.emitted)]
+        of_lookup = int(self.from_lookup[emitted].sum())
+        return len(emitted) - of_lookup, of_lookup, int((self.from_lookup & (self.parents >= 0)).sum())
 
     @property
     def break_off(self) -> BreakOff | None:

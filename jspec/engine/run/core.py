@@ -50,7 +50,8 @@ class EngineCore:
         self.stopwatch = Stopwatch()
         self.in_flight: deque[tuple[Plan, RoundSize, StepOutput]] = deque()
         self.drafted_rows: list[np.ndarray] = []
-        self.ended_metrics = Metrics()
+        zeros = dict.fromkeys(runner.program.drafter.sources, 0)  # so that reports name both sources from the start
+        self.ended_metrics = Metrics(num_draft_tokens_per_source=zeros, num_accepted_tokens_per_source=zeros)
         self.latencies = Latencies()
         self.live = LiveRequests()
         self.weight_version = 0
@@ -146,7 +147,7 @@ class EngineCore:
 
     def _read_rounds(self, plan: RoundPlan, size: RoundSize, output: StepOutput, seconds: float | None) -> None:
         report = np.asarray(output.report)
-        fields, is_plain = StepResult.read(report), output.trace is None and output.logprobs is None
+        fields, is_plain = output.result, output.trace is None and output.logprobs is None
         self._update_policy(plan, size, fields, seconds if is_plain else None)
         # Other rows belong to requests that ended before this step; the host read this after the dispatch.
         live = [(row, request) for row, request in enumerate(plan.requests) if request.finish_reason is None]

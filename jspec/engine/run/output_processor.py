@@ -9,7 +9,7 @@ from operator import attrgetter
 import numpy as np
 
 from jspec.core.prompt_blocks import NO_TOKEN
-from jspec.core.records import StepOutput, StepResult, Trace
+from jspec.core.records import StepOutput, Trace
 from jspec.engine.request.request import Chunk, Completion, OutputState, Request
 from jspec.engine.request.round_record import Round
 from jspec.engine.request.token_logprobs import TokenLogprob, token_logprobs
@@ -30,7 +30,7 @@ def process_step_output(request: Request, step: StepOutput, row: int, *, is_roun
         FloatingPointError: the logits of an emitted token contain NaN.
     """
     output = request.output
-    for index, fields in enumerate(StepResult.rounds(np.asarray(step.report)[:, row])):
+    for index, fields in enumerate(step.rounds(row)):
         if fields.counts == 0:
             continue  # the request ended in an earlier round of this dispatch
         if NO_TOKEN in fields.tokens[: fields.counts]:
@@ -58,6 +58,8 @@ def process_step_output(request: Request, step: StepOutput, row: int, *, is_roun
                 drafted=fields.num_drafted,
                 accept_len=fields.accept_len,
                 emitted_drafts=emitted_drafts,
+                lookup_drafted=fields.lookup_drafted,
+                head_accepted=fields.head_accepted,
             )
             if step.trace is not None and request.trace:
                 scores = None if request.params.logprobs is None else output.logprobs[start:]
@@ -93,6 +95,8 @@ def _round(trace: Trace, at: tuple[int, int], accept_len: int, emitted: list[int
         accept_len=accept_len,
         emitted=emitted,
         confidence=None if trace.confidence is None else np.asarray(trace.confidence[at]),
+        from_lookup=None if trace.from_lookup is None else np.asarray(trace.from_lookup[at]),
+        match_length=None if trace.match_length is None else int(trace.match_length[at]),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -120,14 +120,34 @@ class _Text:
             self.lines.append(f"{name}{suffix}{{{joined}}} {float(value)!r}")
 
 
-def exposition(metrics: Metrics, latencies: Latencies, gauges: Gauges, model_name: str, *, number: int = 0) -> str:
-    """Format all metrics of an engine as a Prometheus text, with the help and the type of each metric."""
-    escaped = model_name.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-    text = _Text(f'model_name="{escaped}",engine="{number}"')  # vLLM numbers the engines of a server
+def exposition(
+    metrics: Metrics,
+    latencies: Latencies,
+    gauges: Gauges,
+    model_name: str,
+    *,
+    number: int = 0,
+    drafter: Mapping[str, str] | None = None,
+) -> str:
+    """Format all metrics of an engine as a Prometheus text, with the help and the type of each metric.
+
+    Args:
+        number: value of the label "engine" of every sample.
+        drafter: labels of the metric about the drafter; None: none.
+    """
+    text = _Text(_labels({"model_name": model_name, "engine": str(number)}))  # vLLM numbers the engines of a server
+    about = "1; its labels name the drafter, to be joined to other metrics of the engine."
+    text.add("jspec:drafter_info", "gauge", about, [("", _labels(drafter), 1)] if drafter else [])
     _add_gauges(text, gauges)
     _add_counters(text, metrics)
     _add_histograms(text, latencies)
     return "\n".join(text.lines) + "\n"
+
+
+def _labels(values: Mapping[str, str]) -> str:
+    """Format names and values of labels."""
+    escapes = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
+    return ",".join(f'{name}="{value.translate(escapes)}"' for name, value in values.items())
 
 
 def joined(texts: Iterable[str]) -> str:
@@ -179,6 +199,12 @@ def _add_counters(text: _Text, metrics: Metrics) -> None:
         "Rounds by the depth that they drafted.",
         [("", f'depth="{depth}"', count) for depth, count in sorted(metrics.num_rounds_per_depth.items())],
     )
+    for name, counts, about in (
+        ("draft", metrics.num_draft_tokens_per_source, "Draft tokens verified, of a head and of a look-up beside it."),
+        ("accepted", metrics.num_accepted_tokens_per_source, "Draft tokens accepted and emitted, of each of the two."),
+    ):
+        by_source = [("", f'source="{source}"', count) for source, count in sorted(counts.items())]
+        text.add(f"jspec:spec_decode_num_{name}_tokens_per_source_total", "counter", about, by_source)
     ended: Counter[str] = Counter()
     for reason, count in metrics.finished.items():
         ended[REASONS.get(reason, reason)] += count

@@ -90,6 +90,13 @@ def _is_inner(module: str) -> bool:
     return module.startswith("jspec.") or module == "contextlib"
 
 
+def _parts(metrics: Metrics, last: Metrics, num_rounds: int) -> str:
+    """Return the accepted tokens a round of each of two sources as text; no text if there is one source."""
+    now, before = metrics.num_accepted_tokens_per_source, last.num_accepted_tokens_per_source
+    parts = {source: (count - before.get(source, 0)) / max(num_rounds, 1) for source, count in now.items()}
+    return f" (1{''.join(f' + {length:.2f} by {source}' for source, length in parts.items())})" if parts else ""
+
+
 class StatsLogger:
     """Logs one line of statistics per interval while the engine is stepped.
 
@@ -112,13 +119,14 @@ class StatsLogger:
         num_accepted = metrics.num_accepted_tokens - last.num_accepted_tokens
         num_prompt_tokens = metrics.num_prompt_tokens - last.num_prompt_tokens
         logger.info(
-            "%d running, %d waiting, %.0f %% of the pages held, %.1f tokens/s, mean acceptance length %.2f, "
+            "%d running, %d waiting, %.0f %% of the pages held, %.1f tokens/s, mean acceptance length %.2f%s, "
             "%.0f %% of the prompts' tokens cached, %d preempted",
             gauges.running,
             gauges.waiting,
             100 * gauges.pages_used,
             (metrics.num_tokens - last.num_tokens) / (now - self._last_time),
             1 + num_accepted / max(num_rounds, 1),
+            _parts(metrics, last, num_rounds),
             100 * (metrics.num_cached_tokens - last.num_cached_tokens) / max(num_prompt_tokens, 1),
             metrics.num_preemptions - last.num_preemptions,
         )

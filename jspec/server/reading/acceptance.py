@@ -12,8 +12,11 @@ def acceptance_json(metrics: Metrics) -> dict[str, Any]:
     """Return a request's counters of drafting.
 
     Entry k of ``acceptance_histogram`` is the number of rounds that accepted k draft tokens. Those after the request's
-    end count in it, and in no other entry.
+    end count in it, and in no other entry. With a look-up beside a head, tokens are also counted by source: those that
+    the "head" and those that the "lookup" drafted.
     """
+    drafted, accepted = metrics.num_draft_tokens_per_source, metrics.num_accepted_tokens_per_source
+    by_source = {"num_accepted_draft_tokens_per_source": accepted, "num_draft_tokens_per_source": drafted}
     more_than = [metrics.num_drafts, *metrics.num_accepted_per_position, 0]
     return {
         "mean_acceptance_length": metrics.mean_acceptance_length,
@@ -22,4 +25,5 @@ def acceptance_json(metrics: Metrics) -> dict[str, Any]:
         "num_spec_steps": metrics.num_drafts,
         "num_accepted_draft_tokens": metrics.num_accepted_tokens,
         "num_draft_tokens": metrics.num_draft_tokens,
+        **(by_source if drafted else {}),
     }

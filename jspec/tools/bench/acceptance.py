@@ -3,26 +3,35 @@
 A target and a drafter are measured: the embedded pair (`jspec.tools.demo`), or those that the options name. A head that
 was trained on short texts drafts worse on long ones (`--context`), and a window (`--draft-window`) limits the tokens
 that it sees. Prompts of all context lengths end at the same positions of the text.
+
+With `--lookup`, each case is measured with the head alone, the look-up alone, and both, whose accepted tokens are
+counted by who drafted them and by the length of the match that the look-up found.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Annotated, Any
 
 from jspec.core.tree import Tree
+from jspec.draft.base import Drafter
+from jspec.draft.match_rates import LENGTHS
+from jspec.draft.named import LOOKUPS, with_lookup
 from jspec.engine.callers.api import Engine
 from jspec.engine.request.metrics import LowAcceptanceWarning, Metrics
+from jspec.engine.request.round_record import Round
 from jspec.engine.request.sampling_params import SamplingParams
 from jspec.tools.bench.options import SAMPLES, TEMPERATURES, TOKENS
 from jspec.tools.bench.pair import BenchPair
-from jspec.tools.bench.report import Column, Report
+from jspec.tools.bench.report import Column, Report, table_of
+from jspec.tools.options import check_join
 
 SLOTS = 16
 PROMPTS, PROMPT_SIZE = 16, 96  # number, and characters of each: it has fewer tokens
@@ -39,6 +48,39 @@ class AcceptanceCase:
     draft_quantize: Annotated[str | None, Column("head")] = None  # quantisation of the head's weights; None: no
     draft_window: Annotated[int | None, Column("window")] = None  # tokens that the drafter sees; None: all
     context: Annotated[int | None, Column("context")] = None  # tokens of the prompts; None: `PROMPT_SIZE`
+    # "head", a name of `LOOKUPS`, or both and how they are joined: "head+ngram, beside"; None: there is no look-up.
+    drafts: Annotated[str | None, Column("drafted by")] = None
+
+    def drafter(self, pair: BenchPair) -> Drafter | None:
+        name, _, join = (self.drafts or "head").partition(", ")
+        if name in LOOKUPS:
+            return LOOKUPS[name](Tree.chain(self.tree.depth))
+        drafter = pair.drafter(self.tree, self.draft_quantize)
+        if drafter is not None and self.draft_window is not None:
+            drafter = drafter.with_window(self.draft_window)
+        return with_lookup(drafter, name.removeprefix("head+"), join) if join else drafter
+
+
+@dataclass(frozen=True)
+class MatchedSteps:
+    """The steps whose look-up found a match of one kind (`jspec.draft.match_rates`), and what they accepted."""
+
+    match: Annotated[str, Column("match")]  # its length in tokens; 0: no match, 0+: any or none
+    steps: Annotated[int, Column("steps")]
+    head: Annotated[float, Column("by head", ".2f")]  # accepted tokens a step that the head drafted
+    lookup: Annotated[float, Column("by look-up", ".2f")]  # and those that the look-up drafted
+    rate: Annotated[float | None, Column("emitted", ".0%")]  # share of the look-up's verified tokens that were emitted
+
+
+def by_match(rounds: Sequence[Round]) -> Iterator[MatchedSteps]:
+    """Yield the steps of each kind that occurred in recorded rounds, and all steps."""
+    for least, end in (*pairwise((0, *LENGTHS, sys.maxsize)), (0, sys.maxsize)):
+        counts = [r.tokens_by_source for r in rounds if least <= (r.match_length or 0) < end]
+        if counts:
+            head, lookup, verified = map(sum, zip(*counts, strict=True))
+            most = "+" if end == sys.maxsize else f"-{end - 1}" if end > least + 1 else ""
+            rate, steps = lookup / verified if verified else None, len(counts)
+            yield MatchedSteps(f"{least}{most}", steps, head / steps, lookup / steps, rate)
 
 
 @dataclass(frozen=True)
@@ -51,6 +93,7 @@ class MeasuredAcceptance:
     error: Annotated[float, Column("±", ".2f")]  # standard error of `length` over prompts, tokens a step
     rate: Annotated[float, Column("emitted", ".0%")]  # share of the drafted tokens that were emitted
     rounds: Annotated[int, Column("steps")]  # number of steps that `length` averages
+    matches: tuple[MatchedSteps, ...] = ()  # if a look-up drafts beside a head
 
 
 def cases(
@@ -58,24 +101,31 @@ def cases(
     trees: Sequence[Tree],
     draft_quantize: str | None = None,
     windows: Sequence[int | None] = (None,),
+    lookup: str | None = None,
+    join: str | None = None,
 ) -> list[AcceptanceCase]:
     """Return one case for each accept rule, each tree that the rule supports, and each draft window, tree by tree.
 
     "block" accepts chains alone; a dynamic tree is not sampled, so there "rejection" and "traversal" equal
-    "multi_candidate".
+    "multi_candidate". With a look-up there are three cases: the head, the look-up and both. Chains alone are replaced.
     """
+    joins = {tree: join or ("replace" if tree.is_chain else "beside") for tree in trees}
+    trees = [tree for tree in trees if lookup is None or tree.is_chain or joins[tree] == "beside"]
     fits = {
-        "block": lambda tree: tree.is_chain,
-        "rejection": lambda tree: tree.paths is not None,
-        "traversal": lambda tree: tree.paths is not None,
+        "block": lambda tree: tree.is_chain and (lookup is None or joins[tree] == "replace"),
+        **dict.fromkeys(("rejection", "traversal"), lambda tree: tree.paths is not None),
     }
     pairs = [(tree, rule) for tree, rule in product(trees, rules) if rule not in fits or fits[rule](tree)]
     if not pairs:
         raise ValueError(
             f"expected an accept rule that fits a tree, got {[*rules]} and {[str(tree) for tree in trees]}: "
-            '"block" needs a chain, "rejection" and "traversal" a chain or a static tree'
+            '"block" needs a chain, "rejection" and "traversal" a chain or a static tree, --join replace a chain'
         )
-    return [AcceptanceCase(rule, tree, draft_quantize, window) for (tree, rule), window in product(pairs, windows)]
+    return [
+        AcceptanceCase(rule, tree, draft_quantize, window, drafts=drafts)
+        for (tree, rule), window in product(pairs, windows)
+        for drafts in ((None,) if lookup is None else ("head", lookup, f"head+{lookup}, {joins[tree]}"))
+    ]
 
 
 def prompts(count: int = PROMPTS, size: int = PROMPT_SIZE) -> list[str]:
@@ -105,9 +155,7 @@ def measure(
     """
     texts = {None: prompts()} if texts is None else texts
     longest = max(context or PROMPT_SIZE for context in texts)
-    drafter = pair.drafter(case.tree, case.draft_quantize)
-    if drafter is not None and case.draft_window is not None:
-        drafter = drafter.with_window(case.draft_window)
+    drafter = case.drafter(pair)
     sizes: Any = dict(max_len=longest + tokens, prefill_buckets=(min(longest, PREFILL),), prefix_cache=False)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message='accept="typical"')  # the table says "(lossy)"
@@ -140,11 +188,13 @@ def _complete(
     params = [replace(common, seed=seed) for seed in range(len(prompts))]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", LowAcceptanceWarning)  # the table says it
-        done = [completion.raise_for_error().metrics for completion in engine.generate(prompts, params)]
-    parts = [sum(done[start : start + samples], Metrics()) for start in range(0, len(done), samples)]
+        done = [one.raise_for_error() for one in engine.generate(prompts, params, trace="," in (case.drafts or ""))]
+    metrics = [completion.metrics for completion in done]
+    parts = [sum(metrics[start : start + samples], Metrics()) for start in range(0, len(done), samples)]
     whole = sum(parts, Metrics())
     figures = (whole.mean_acceptance_length, standard_error(parts), whole.acceptance_rate, whole.num_drafts)
-    return MeasuredAcceptance(case, temperature, *figures)
+    matches = by_match([one for completion in done for one in completion.rounds or ()])
+    return MeasuredAcceptance(case, temperature, *figures, tuple(matches))
 
 
 def standard_error(parts: Sequence[Metrics]) -> float:
@@ -154,9 +204,20 @@ def standard_error(parts: Sequence[Metrics]) -> float:
     return (len(parts) - 1) / len(parts) ** 0.5 * statistics.stdev(without)
 
 
+def matches_of(results: Sequence[MeasuredAcceptance]) -> str:
+    """Format a table of accepted tokens by kind of match for each result with a look-up beside a head."""
+    return "\n".join(
+        f"\n{one.case.accept}, {one.case.tree}, {one.case.drafts}, temperature {one.temperature:g}: tokens a step by "
+        f"length of the match in tokens\n{table_of(one.matches)}"
+        for one in results
+        if one.matches
+    )
+
+
 def run(arguments: argparse.Namespace) -> Report:
+    check_join(arguments)
     a, pair, texts = arguments, BenchPair.of(arguments), None
-    settings = cases(a.accept, a.tree, a.draft_quantize, a.draft_window)
+    settings = cases(a.accept, a.tree, a.draft_quantize, a.draft_window, a.lookup, a.join)
     if a.context is not None:
         files = [a.text] if a.text else sorted(Path(__file__).parents[2].rglob("*.py"))  # Python, for the embedded pair
         text = "\n\n".join(file.read_text(encoding="utf-8") for file in files)
@@ -166,4 +227,4 @@ def run(arguments: argparse.Namespace) -> Report:
     sizes: Any = dict(tokens=a.tokens, samples=a.samples)
     results = (line for case in settings for line in measure(pair, case, a.temperature, texts, **sizes))
     count = len(settings) * len(a.temperature) * len(texts or [None])
-    return Report("tokens a step ± standard error, share of drafted tokens emitted", results, count=count)
+    return Report("tokens a step ± standard error, share of drafted tokens emitted", results, matches_of, count=count)

@@ -118,16 +118,8 @@ def _timed(
         computed = sum(event.duration_ns for event in profiling.gpu_events(folder)) / 1e9 / REPEATS
     seconds, timer = (computed / calls, "device") if computed else (statistics.median(times) / calls, "host")
     floor = roofline.seconds([cost])
-    return KernelResult(
-        name=cost.name,
-        settings=settings,
-        bytes=cost.bytes,
-        flops=cost.flops,
-        floor_seconds=floor,
-        seconds=seconds,
-        share=None if floor is None else floor / seconds,
-        timer=timer,
-    )
+    share = None if floor is None else floor / seconds
+    return KernelResult(cost.name, settings, cost.bytes, cost.flops, floor, seconds, share, timer)
 
 
 def _seconds(program: Any, arguments: tuple[Any, ...]) -> float:

@@ -120,40 +120,32 @@ def serve(
 
     A request that comes during a step is submitted after it, but its time runs from when it was due.
     """
-    with ByHand(engine) as by_hand:
-        return _serve(by_hand, arrivals, max_concurrency, now, wait)
-
-
-def _serve(
-    engine: ByHand,
-    arrivals: Sequence[Arrival],
-    max_concurrency: int | None,
-    now: Callable[[], float],
-    wait: Callable[[float], None],
-) -> Log:
     most = len(arrivals) if max_concurrency is None else max_concurrency
     due, live, log = deque(arrivals), list[Served](), Log([], [], 0.0)
-    start, full_until, passed = now(), 0.0, 0.0
-    while due or live:
-        while due and due[0].at <= passed and len(live) < most:
-            arrival = due.popleft()
-            live.append(Served(arrival, max(arrival.at, full_until), engine.submit(arrival.prompt, arrival.params)))
-        if not live:
-            wait(due[0].at - passed)
+    with ByHand(engine) as by_hand:
+        start, full_until, passed = now(), 0.0, 0.0
+        while due or live:
+            while due and due[0].at <= passed and len(live) < most:
+                arrival = due.popleft()
+                live.append(
+                    Served(arrival, max(arrival.at, full_until), by_hand.submit(arrival.prompt, arrival.params))
+                )
+            if not live:
+                wait(due[0].at - passed)
+                passed = now() - start
+                continue
+            is_full, before = len(live) == most, now()
+            by_hand.step()
             passed = now() - start
-            continue
-        is_full, before = len(live) == most, now()
-        engine.step()
-        passed = now() - start
-        log.steps.append(passed + start - before)
-        for served in live:
-            served.record(passed)
-        ended = [served for served in live if served.request.finish_reason is not None]
-        for served in ended:
-            served.completion = engine.result(served.request)
-        if ended:
-            live = [served for served in live if served.completion is None]
-            full_until = passed if is_full else full_until
-        log.served.extend(ended)
-    engine.step()  # reads the step in flight, which the next run would otherwise pay for
+            log.steps.append(passed + start - before)
+            for served in live:
+                served.record(passed)
+            ended = [served for served in live if served.request.finish_reason is not None]
+            for served in ended:
+                served.completion = by_hand.result(served.request)
+            if ended:
+                live = [served for served in live if served.completion is None]
+                full_until = passed if is_full else full_until
+            log.served.extend(ended)
+        by_hand.step()  # reads the step in flight, which the next run would otherwise pay for
     return Log(log.served, log.steps, passed)

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from jspec.core.config import ACCEPT_RULES, IMPLEMENTATIONS, KV_DTYPES, QUANTIZE
 from jspec.core.tree import TREE_FORMS, Tree
+from jspec.tools.options import LOOKUP
 
 T = TypeVar("T")
 Option = tuple[tuple[str, ...], dict[str, Any]]  # arguments of `argparse.ArgumentParser.add_argument`
@@ -67,8 +68,9 @@ def count(text: str) -> int:
     return number
 
 
-def tree_or_none(text: str) -> Tree | None:
-    return None if text == "none" else Tree.parse(text)
+def or_none(parse: Callable[[str], T]) -> Callable[[str], T | None]:
+    """Return a parser that reads "none" as None, and keeps error messages."""
+    return with_message(lambda text: None if text == "none" else parse(text))
 
 
 def tree_name(tree: Tree | None) -> str:
@@ -76,9 +78,7 @@ def tree_name(tree: Tree | None) -> str:
     return str(tree).lower()
 
 
-TREES = partial(
-    option, "--tree", type=with_message(tree_or_none), nargs="+", metavar="TREE", help=f"none, {TREE_FORMS}"
-)
+TREES = partial(option, "--tree", type=or_none(Tree.parse), nargs="+", metavar="TREE", help=f"none, {TREE_FORMS}")
 
 
 PROMPT_FIELDS = "turns (a list of texts, of which the first is taken), prompt (a text) or question (a text)"
@@ -98,10 +98,6 @@ TOKENS = 64  # tokens of each completion
 SAMPLES = 4  # completions a prompt at temperatures above 0
 
 
-def _window(text: str) -> int | None:
-    return None if text == "none" else count(text)
-
-
 ACCEPTANCE = (
     option("--accept", nargs="+", choices=ACCEPT_RULES, default=ACCEPT_RULES, metavar="RULE", help="accept rules"),
     option("--tree", type=with_message(Tree.parse), nargs="+", default=MEASURED, metavar="TREE", help=TREE_FORMS),
@@ -110,8 +106,11 @@ ACCEPTANCE = (
     option("--samples", type=count, default=SAMPLES, help="completions a prompt at temperatures above 0"),
     option("--draft-quantize", choices=KINDS, help="quantise the head's weights; default: no"),
     option("--context", type=count, nargs="+", metavar="256", help="tokens of the prompts; default: about 30"),
-    option("--draft-window", type=_window, nargs="+", default=(None,), metavar="W", help="tokens; default: none"),
+    option(
+        "--draft-window", type=or_none(count), nargs="+", default=(None,), metavar="W", help="tokens; default: none"
+    ),
     file_option("--text", "with --context: text that is continued; default: Python source"),
+    *LOOKUP,
 )
 
 
@@ -185,11 +184,7 @@ THROUGHPUT = (
 
 AUTO = "auto"
 NUM_PROMPTS = 500
-
-
-def _depth(word: str) -> int | str | None:
-    return word if word == AUTO else None if word == "none" else int(word)
-
+_depth = or_none(lambda word: word if word == AUTO else int(word))
 
 SERVE = (
     file_option("--prompts", f"JSON lines with {PROMPT_FIELDS}, whose answers end as usual; default: random tokens"),

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from convert import hub
+from jspec.core.shorten import short
 from jspec.core.tree import Tree
 from jspec.draft import auto
 from jspec.draft.base import Drafter
 from jspec.draft.eagle import Eagle3
 from jspec.draft.eagle_head import EagleHead
-from jspec.draft.ngram import NGram
-from jspec.draft.suffix import Suffix
+from jspec.draft.named import LOOKUPS
 from jspec.engine.callers.api import Engine
 from jspec.engine.text.tokenizer import Tokenizer
 from jspec.engine.text.tokenizer_files import eos_ids
@@ -24,6 +23,7 @@ from jspec.models.decoder import Model
 from jspec.tools import check_head, demo
 from jspec.tools.bench import random_models
 from jspec.tools.bench.options import PROMPT_FIELDS
+from jspec.train.data import read_lines
 
 
 @dataclass(frozen=True)
@@ -64,14 +64,8 @@ class BenchPair:
         return self.words
 
     def engine(self, drafter: Drafter | None, **options: Any) -> Engine:
-        return Engine(
-            self.target,
-            drafter=drafter,
-            tokenizer=self.words,
-            eos_ids=self.eos_ids,
-            compile_ahead=True,  # nothing compiles while times are measured
-            **options,
-        )
+        options |= dict(tokenizer=self.words, eos_ids=self.eos_ids)
+        return Engine(self.target, drafter=drafter, compile_ahead=True, **options)  # compiles nothing while it is timed
 
     def drafter(self, tree: Tree | None, quantize: str | None = None) -> Drafter | None:
         """Return a new drafter for a draft tree; without a tree return None, which means plain decoding.
@@ -86,7 +80,7 @@ class BenchPair:
             return Eagle3(self.head, tree)
         if self.draft is None:
             raise ValueError(f"--tree {tree}: expected --draft, who drafts it, got none; name one, or --tree none")
-        factory = {"ngram": NGram, "suffix": Suffix}.get(self.draft)
+        factory = LOOKUPS.get(self.draft)
         if factory and quantize:
             raise ValueError(f"--draft-quantize: expected none with --draft {self.draft}, got {quantize}; leave it out")
         return factory(tree) if factory else auto.load_drafter(self.draft, tree, dtype=self.dtype, quantize=quantize)
@@ -95,14 +89,8 @@ class BenchPair:
 def read_prompts(path: Path, count: int | None = None) -> list[str]:
     """Read the first ``count`` prompts of a file with one JSON object a line; all prompts if None."""
     prompts = []
-    for number, line in enumerate(path.read_text("utf-8").split("\n"), 1):
-        if not line.strip():
-            continue
+    for number, record in read_lines(path):
         where = f"{path}, line {number}"
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            record = None
         match record:
             case {"turns": [str(text), *_]} | {"prompt": str(text)} | {"question": str(text)}:
                 prompts.append(text)
@@ -110,7 +98,7 @@ def read_prompts(path: Path, count: int | None = None) -> list[str]:
                 got = ", ".join(record) or "no field"
                 raise ValueError(f"{where}: expected the field {PROMPT_FIELDS}, got {got}")
             case _:
-                raise ValueError(f"{where}: expected a JSON object, got {line[:60]!r}")
+                raise ValueError(f"{where}: expected a JSON object, got {short(record)}")
     if len(prompts) < (count or 1):
         raise ValueError(f"{path}: expected {count or 1} prompts or more, got {len(prompts)}")
     return prompts[:count]

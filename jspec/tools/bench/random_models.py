@@ -61,9 +61,8 @@ TARGETS = {
     "tiny-moe": _published("qwen3_moe", 64, 192, 8, (4, 2, 16), **TINY_MOE),
     "tiny-mla": _published("deepseek_v2", 64, 192, 4, (4, 4, 16), **TINY_MLA),
     "tiny-hybrid": _published("qwen3_5_text", 64, 192, 8, (4, 2, 16), **TINY_HYBRID),
-    "least": _published(
-        "llama", 16, 16, 1, (1, 1, 8), vocab_size=64, rms_norm_eps=1e-5, **LONG
-    ),  # for measurements of the host
+    # For measurements of the host.
+    "least": _published("llama", 16, 16, 1, (1, 1, 8), vocab_size=64, rms_norm_eps=1e-5, **LONG),
 }
 PEAGLE_LAYERS = 4  # of published P-EAGLE heads
 DFLASH_LAYERS = 5  # of published DFlash heads; each reads as many states of the target
@@ -94,12 +93,9 @@ def target_config(shape: str) -> ModelConfig:
 
 def head_config(shape: str, method: str = "eagle3") -> Any:
     """Return the config of a head, as published heads of its method have it, for a target's shape."""
-    c, name, same = (
-        target_config(shape),
-        shape.partition(":")[0],
-        "vocab_size hidden_size num_heads num_kv_heads head_dim norm_eps",
-    )
-    sizes: dict[str, Any] = {size: getattr(c, size) for size in same.split()}
+    c, name = target_config(shape), shape.partition(":")[0]
+    same = ("vocab_size", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "norm_eps")
+    sizes: dict[str, Any] = {size: getattr(c, size) for size in same}
     sizes |= dict(target_hidden_size=c.hidden_size, rope=Rope(), feature_layers=None, source_format="random")
     sizes |= dict(intermediate_size=HEAD_WIDTH.get(name, c.intermediate_size), draft_vocab_size=DRAFT_VOCAB[name])
     if isinstance(attention := c.attention, MLA):  # published heads have key-value heads of their own

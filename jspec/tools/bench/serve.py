@@ -120,10 +120,8 @@ def figures_of(setting: ServeSetting, log: Log) -> dict[str, Any]:
     inputs, outputs = sum(len(served.arrival.prompt) for served in good), log.output_tokens
     shares = metrics.acceptance_per_position
     counts = {
+        **vars(setting),
         "tree": tree_name(setting.tree),
-        "depth": setting.depth,
-        "max_concurrency": setting.max_concurrency,
-        "overlap": setting.overlap,
         "completed": len(good),
         "failed": len(log.served) - len(good),
         "duration": log.seconds,
@@ -232,8 +230,8 @@ def run(arguments: argparse.Namespace) -> Report:
         encoded = map(pair.tokenizer.chat, chats) if a.chat else map(pair.tokenizer.encode, texts)
         arrivals = load.arrivals_of([list(tokens) for tokens in encoded])
         longest = max(len(arrival.prompt) for arrival in arrivals)
-    options = dict(max_len=longest + load.output_len, slots=a.slots, page_size=a.page_size)
-    options["prefill_budget"] = a.prefill_budget
+    options = {name: getattr(a, name) for name in ("slots", "page_size", "prefill_budget")}
+    options["max_len"] = longest + load.output_len
     results = measure(pair, list(dict.fromkeys(settings)), arrivals, a.repeats, **options)
     about = {"load": load, "prompts": a.prompts or a.text or "random tokens", "repeats": a.repeats}
     return Report(f"{load}, spreads from least to largest with quartiles", results, text, about)

@@ -53,6 +53,7 @@ def measure_startup(
 
     options: dict[str, Any] = dict(slots=case.batch, buckets=buckets, max_len=case.context, page_size=case.page_size)
     options |= dict(implementation=case.implementation, kv_dtype=case.kv_dtype, draft_kv_dtype=case.kv_dtype)
+    options |= dict(compile_ahead=True, log_interval=None)
     kept = jax.config.values["jax_compilation_cache_dir"]
     jax.monitoring.register_event_listener(listen)
     try:
@@ -61,12 +62,8 @@ def measure_startup(
                 events.clear()
                 jax.clear_caches()  # or the second engine would trace and lower less than the first one of a process
                 began = time.perf_counter()
-                drafter = None
-                if case.tree is not None and head is not None:
-                    drafter = step.DRAFTERS[head.config.method](head, case.tree)
-                with Engine(
-                    target, drafter=drafter, compile_ahead=True, compile_cache=folder, log_interval=None, **options
-                ) as engine:
+                drafter = step.DRAFTERS[head.config.method](head, case.tree) if head and case.tree else None
+                with Engine(target, drafter=drafter, compile_cache=folder, **options) as engine:
                     ready = time.perf_counter()
                     engine.generate([1], SamplingParams(max_tokens=2, temperature=0.0))
                 seconds, answer = ready - began, time.perf_counter() - ready

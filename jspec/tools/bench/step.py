@@ -95,9 +95,7 @@ def build(
     if not 0 <= case.idle < case.batch:
         raise ValueError(f"idle: expected 0 to {case.batch - 1} of a batch of {case.batch} rows, got {case.idle}")
     assert case.tree is None or head is not None
-    drafter: Drafter = NoDraft()
-    if case.tree is not None and head is not None:
-        drafter = DRAFTERS[head.config.method](head, case.tree)
+    drafter: Drafter = DRAFTERS[head.config.method](head, case.tree) if head and case.tree else NoDraft()
     mesh = mesh_of(case.tensor_parallel) if case.tensor_parallel > 1 else None
     if mesh is not None:
         target, drafter = place(target, mesh), drafter.on_mesh(mesh)
@@ -179,16 +177,8 @@ def measure(
         with jax.profiler.trace(str(profile)):
             run()
     middle, deciles, floor = statistics.median(times), statistics.quantiles(times, n=10), floor_milliseconds(case)
-    return Timing(
-        case=case,
-        milliseconds=middle,
-        spread=deciles[-1] - deciles[0],
-        floor=floor,
-        ratio=None if floor is None else middle / floor,
-        clock=clock,
-        tokens=statistics.fmean(emitted),
-        host=statistics.median(host),
-    )
+    ratio, spread = None if floor is None else middle / floor, deciles[-1] - deciles[0]
+    return Timing(case, middle, spread, floor, ratio, clock, statistics.fmean(emitted), statistics.median(host))
 
 
 def floor_milliseconds(case: StepCase, tokens: float = 1.0) -> float | None:
@@ -203,9 +193,8 @@ def floor_milliseconds(case: StepCase, tokens: float = 1.0) -> float | None:
         form = None if quantize is None else FORMATS[quantize]
         if form is not None and form.group is not None and not form.is_dense:
             return roofline.Widths(2, form.value_bytes + 1 / form.group, cache)  # a scale has a byte
-        return roofline.Widths(
-            2 if form is None else form.value_bytes, None, cache, speed=1 + (quantize == "fp8_dynamic")
-        )
+        width = 2 if form is None else form.value_bytes
+        return roofline.Widths(width, None, cache, speed=1 + (quantize == "fp8_dynamic"))
 
     tree, rows = case.tree or ROOT_ONLY, case.batch - case.idle
     tree = tree if case.depth is None else tree.cut(case.depth)

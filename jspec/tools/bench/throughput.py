@@ -130,18 +130,10 @@ def measure(case: ThroughputCase, target: Model, head: EagleHead | None) -> Thro
     active, median = seen.counts > 0, statistics.median(seconds)
     steps, rows = active.shape
     midway = replace(case.point, context=case.point.context + case.tokens // 2)
-    return Throughput(
-        case=case,
-        tokens_per_second=rows * case.tokens / median,
-        milliseconds=median / steps * 1e3,
-        spread=(max(seconds) - min(seconds)) / steps * 1e3,
-        floor=step.floor_milliseconds(midway, 1 + math.fsum(case.rates)),
-        milliseconds_per_token=median / case.tokens * 1e3,
-        stated_length=1 + math.fsum(case.rates),
-        length=float(np.mean(seen.accept_len[active] + 1)),
-        rounds=steps,
-        live=float(active.sum() / steps),
-    )
+    stated, length = 1 + math.fsum(case.rates), float(np.mean(seen.accept_len[active] + 1))
+    spread, floor = (max(seconds) - min(seconds)) / steps * 1e3, step.floor_milliseconds(midway, stated)
+    times = (median / steps * 1e3, spread, floor, median / case.tokens * 1e3, rows * case.tokens / median)
+    return Throughput(case, stated, length, steps, float(active.sum() / steps), *times)
 
 
 def restart(state: SlotState, case: ThroughputCase) -> SlotState:
