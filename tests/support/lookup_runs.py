@@ -16,7 +16,7 @@ from jspec.draft.ngram import NGram
 from jspec.draft.suffix import Suffix
 from jspec.models.parts.kv_pool import PoolShape
 from jspec.verify import Coupled
-from tests.reference.lookup import TextMatch, Node, Predicted, best_matches, expected_nodes
+from tests.reference.lookup import Node, Predicted, TextMatch, best_matches, expected_nodes
 from tests.support.arrays import on_device
 
 SLOTS, MAX_LEN, BUCKET, ROWS = 3, 40, 5, 6  # ROWS: rows of a block
