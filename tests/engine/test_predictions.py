@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,8 @@ import pytest
 
 from jspec import Beside, Completion, Eagle3, Engine, EngineConfig, NGram, SamplingParams, Suffix, Tree
 from jspec.engine.input.input_processor import InputProcessor
+from jspec.engine.schedule.draft_length import DispatchResult, Policy
+from jspec.engine.schedule.sizes import RoundSize
 from tests.support import engines, lettered, tiny
 
 pytestmark = pytest.mark.once
@@ -40,10 +43,26 @@ KINDS: dict[str, tuple[Callable[[], Any], dict[str, Any], float]] = {  # drafter
 MARKS = {"divided": pytest.mark.slow, "engine": pytest.mark.long, "rejection": pytest.mark.long}
 
 
+class Turns(Policy):
+    """A policy that leaves each fourth round without a draft."""
+
+    def __init__(self) -> None:
+        self._depths = cycle((4, 4, 0, 4))
+
+    def choose(self, bucket: int, caps: Sequence[int]) -> RoundSize:
+        return RoundSize(next(self._depths))
+
+    def learn(self, result: DispatchResult) -> None:
+        pass
+
+
 @cache
 def engine_of(kind: str) -> Engine:
     drafter, options, _ = KINDS[kind]
-    return engines.make(engines.target(), drafter=drafter(), **(OPTIONS | options))
+    engine = engines.make(engines.target(), drafter=drafter(), **(OPTIONS | options))
+    if engine.config.adaptive:
+        engine.policy = Turns()
+    return engine
 
 
 def params_of(index: int, kind: str = "ngram", **fields: Any) -> SamplingParams:
