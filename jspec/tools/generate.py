@@ -129,7 +129,7 @@ def make_engine(arguments: argparse.Namespace, tokenizer: Tokenizer, **options: 
     """
     names = (
         *("dtype", "accept", "quantize", "kv_dtype", "draft_kv_dtype", "draft_window", "tensor_parallel"),
-        *("compile_cache", "thinking_end", "predicted_tokens"),
+        *("compile_cache", "thinking_end"),
     )
     return jspec.Engine.from_pretrained(
         arguments.target,

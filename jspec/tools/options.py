@@ -51,8 +51,6 @@ def _add_drafter_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--lookup", choices=LOOKUPS, help=about)
     about = "which tokens a look-up and a head draft together; default: replace if the head drafts a chain, else beside"
     group.add_argument("--join", choices=JOINS, help=about)
-    about = "largest number of tokens of a request's prediction, which a look-up searches; default: 0, none"
-    group.add_argument("--predicted-tokens", type=int, default=0, metavar="N", help=about)
     about = f"draft tree: {TREE_FORMS}; default: {DEFAULT_TREE}, or a shorter chain if the head ends there"
     group.add_argument("--tree", help=about)
     about = f"accept rule: {', '.join(ACCEPT_RULES)}"
