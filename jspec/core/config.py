@@ -74,6 +74,9 @@ class EngineConfig:
         accept: the accept rule, by name or as an object of `jspec.verify`; only "typical" changes the distribution of
             the emitted tokens. Its options are arguments of `jspec.verify.Typical`.
         draft_window: number of newest tokens that the drafter attends to; None: the drafter's own setting.
+        predicted_tokens: largest number of tokens of a request's `prediction`, a text that its output will probably
+            repeat. It needs a drafter with a look-up, takes 4 bytes per slot and token, and costs some time in every
+            round. 0: no request may have one.
         adaptive: before every dispatch, choose the draft depth from measured acceptance and cost. This needs
             accept="coupled", or another rule under which the emitted tokens do not depend on the draft
             (`jspec.core.accept_rule.AcceptRule.is_draft_independent`). With ``compile_ahead`` each program of a round
@@ -144,6 +147,7 @@ class EngineConfig:
 
     accept: str | AcceptRule = "coupled"
     draft_window: int | None = None
+    predicted_tokens: int = 0
     adaptive: bool = False
     draft_depths: tuple[int, ...] | None = None
     draft_nodes: tuple[int, ...] | None = None
@@ -281,6 +285,7 @@ CHECKS: dict[str, Check] = {
     "grammar_cells": _int_from(0),
     "thinking_end": ("None or a text", lambda value: value is None or (isinstance(value, str) and value != "")),
     "processor_args": _int_from(0),
+    "predicted_tokens": _int_from(0),
     "prefill_budget": _none_or(_int_from(1)),
     "cached_states": _none_or(_int_from(0)),
     "pages": _none_or(_int_from(2)),  # page 0 is never used

@@ -33,6 +33,7 @@ class EngineOptions(TypedDict, total=False):
     overlap: bool
     accept: str | AcceptRule
     draft_window: int | None
+    predicted_tokens: int
     adaptive: bool
     draft_depths: tuple[int, ...] | None
     draft_nodes: tuple[int, ...] | None

@@ -128,6 +128,14 @@ class Grammars:
 
 
 @struct.dataclass
+class Predictions:
+    """Texts that the outputs will probably repeat, from `SamplingParams.prediction`; look-up drafters search them."""
+
+    tokens: Int[Array, "slots predicted"]  # predicted tokens of each slot's request, then -1
+    starts: Int[Array, "slots"]  # position of the output's first token, which is the number of the prompt's tokens
+
+
+@struct.dataclass
 class SlotState:
     """The state of every slot between steps; its arrays are donated to every step."""
 
@@ -142,6 +150,7 @@ class SlotState:
     token_history: Int[Array, "pages page_size"] | None = None  # token of each cache row, for drafters that read it
     controls: Controls | None = None  # None: the engine serves no request with penalties or grammars
     grammars: Grammars | None = None  # None: the engine serves no request with a grammar
+    predictions: Predictions | None = None  # None: the engine serves no request with a prediction
 
 
 @struct.dataclass
@@ -164,6 +173,7 @@ class SlotView(WithNumerics):
     masks: UInt32[Array, "batch nodes words"] | None = None  # packed masks from the host: tokens allowed after a node
     processor: Any = struct.field(pytree_node=False, default=None)  # user's `jspec.sampling.logits_processor`
     noise: Float[Array, "batch depths vocab"] | None = None  # `jspec.sampling.sampler.with_noise`
+    predictions: Predictions | None = None  # those of all slots
 
 
 @struct.dataclass

@@ -44,6 +44,8 @@ class Drafter(abc.ABC):
     tree: Tree  # shape of the tree to draft
     # Whether `prefill` reads ``view.token_history``; the batch lacks the tokens of a prompt's cached pages.
     reads_text: ClassVar[bool] = False
+    # Whether `draft` searches ``view.predictions``.
+    reads_predictions: ClassVar[bool] = False
     # Whether accepted tokens enter the draft cache only when `draft` or `write_pending_rows` runs next.
     has_pending_rows: bool = False
     draft_window: int | None = None  # number of newest tokens that the drafter attends to; None: all

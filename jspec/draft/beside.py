@@ -78,6 +78,7 @@ class Beside(Drafter):
     """
 
     reads_text = True
+    reads_predictions = True
 
     @keywords_checked
     def __init__(

@@ -1,12 +1,10 @@
 """Drafting by look-up: find earlier occurrences of the newest tokens in a text, and draft the tokens that followed.
 
 `jspec.draft.ngram` and `jspec.draft.suffix` use this file. There are three stages, all inside the compiled step:
-1. `find_ngram_matches` compares every position of a text with the newest tokens and keeps the M best matches.
+1. `find_ngram_matches` compares every position of a text with the newest tokens and keeps the M best matches. If
+   requests may have predictions, `with_predicted` adds matches in these.
 2. `build_trie` merges the tokens after the matches (continuations) into a trie, in which siblings are distinct tokens.
 3. `tree_from_trie` chooses trie nodes as the nodes of the draft tree.
-
-A text is an int32 array of tokens, with `GAP` at every position without a token. There is a gap after the end of each
-text. Matches and continuations do not extend over a gap.
 """
 
 from __future__ import annotations
@@ -26,12 +24,11 @@ from jspec.core.records import Draft, PromptBatch, SlotView, Verdict
 from jspec.core.shorten import short
 from jspec.core.tree import Tree, tree_of
 from jspec.draft.base import Drafter, Params, active_slots
+from jspec.draft.matches import GAP, GROUPS, UNKNOWN, continuations, find_ngram_matches
+from jspec.draft.prediction import Places, with_predicted
 from jspec.models.decoder import Model
 from jspec.models.parts.kv_pool import PoolShape
 
-GAP = -1  # value at a position of a text without a token
-UNKNOWN = -2  # value at a position of a query without a token; equals neither a token nor a gap
-GROUPS = 2048  # up to about this length `lax.top_k` is one sort kernel on a GPU, for any k
 MATCHES_PER_BRANCH = 4  # number of matches to keep per branch, to count how often a continuation occurred
 
 History = Int[Array, "slots positions"]  # token of each slot at each position, or `GAP`
@@ -43,6 +40,7 @@ class LookupState:
 
     history: History  # tokens of each slot's request
     corpus: Int[Array, "corpus"] | None = None  # texts of earlier requests, oldest first, each with a gap after it
+    places: Places | None = None  # how far each slot's output has come in its prediction; None: there are none
 
 
 def states_with_corpus(state: Any) -> list[LookupState]:
@@ -81,6 +79,7 @@ class LookupDrafter(Drafter):
     """
 
     reads_text = True
+    reads_predictions = True
 
     def __init__(self, tree: Tree | str, *, max_n: int, min_n: int) -> None:
         _check_lengths(type(self).__name__, max_n, min_n)
@@ -97,12 +96,20 @@ class LookupDrafter(Drafter):
     def init(self, params: Params, pool: PoolShape) -> LookupState:
         history = new_history(pool, self.tree)
         check_size(type(self).__name__, self.max_n, history.shape[1], "max_len")
-        return LookupState(history=history)
+        return LookupState(history=history, places=self.new_places(pool))
+
+    def new_places(self, pool: PoolShape) -> Places | None:
+        """Return the places of new requests in their predictions; None: no request may have one."""
+        if not pool.predicted_tokens:
+            return None
+        check_size(type(self).__name__, self.max_n, self.max_n + pool.predicted_tokens, "predicted_tokens")
+        return Places.new(pool.slots)
 
     def prefill(
         self, params: Params, state: LookupState, view: SlotView, batch: PromptBatch, features: Array | None
     ) -> LookupState:
-        return replace(state, history=write_pieces(state.history, view, batch))
+        places = None if state.places is None else state.places.forget(view.slots)
+        return replace(state, history=write_pieces(state.history, view, batch), places=places)
 
     def commit(
         self,
@@ -113,7 +120,8 @@ class LookupDrafter(Drafter):
         verdict: Verdict,
         features: Array | None,
     ) -> LookupState:
-        return replace(state, history=write_emitted(state.history, view, verdict))
+        places = None if state.places is None else state.places.follow(view, verdict)
+        return replace(state, history=write_emitted(state.history, view, verdict), places=places)
 
     def write_pending_rows(self, params: Params, state: LookupState, view: SlotView) -> LookupState:
         return replace(state, history=write_roots(state.history, view))
@@ -128,24 +136,30 @@ class LookupDrafter(Drafter):
 
     def find_tree(
         self,
+        state: LookupState,
         view: SlotView,
         text: Int[Array, "texts positions"],
         query: Int[Array, "batch max_n"],
         *,
         by_count: bool,
         preferred: Int[Array, "batch 2"] | None = None,
-    ) -> Found:
-        """Draft a tree from the best matches of the newest tokens in a text.
+    ) -> tuple[Found, LookupState]:
+        """Draft a tree from the best matches of the newest tokens in a text and in the requests' predictions.
 
         Args:
+            state: the drafter's state.
             view: the slots of the batch.
             text, query, preferred: arguments of `find_ngram_matches`.
             by_count: argument of `build_trie`.
         """
         count = match_count(self.tree)
         matches = find_ngram_matches(text, query, min_n=self.min_n, count=count, preferred=preferred)
-        trie = build_trie(continuations(text, matches.ends, self.tree.depth), by_count=by_count)
-        return Found(tree_from_trie(view, trie, self.tree), matches.longest)
+        tokens, longest, weights = continuations(text, matches.ends, self.tree.depth), matches.longest, None
+        if state.places is not None:
+            joined, places = with_predicted(state.places, view, query, matches, tokens, min_n=self.min_n)
+            (tokens, longest, weights), state = joined, replace(state, places=places)
+        trie = build_trie(tokens, by_count=by_count, weights=weights)
+        return Found(tree_from_trie(view, trie, self.tree), longest), state
 
 
 def _check_lengths(method: str, max_n: object, min_n: object) -> None:
@@ -227,79 +241,6 @@ def newest_tokens(history: History, view: SlotView, count: int) -> Int[Array, "b
     return jnp.where(tokens >= 0, tokens, UNKNOWN)
 
 
-# ---- matches
-
-
-class Matches(NamedTuple):
-    """Earlier occurrences of the newest tokens in a text."""
-
-    ends: Int[Array, "batch matches"]  # last position of each match, the best match first; -1 after the last match
-    longest: Int[Array, "batch"]  # match length of the best match; 0: no match
-
-
-def find_ngram_matches(
-    text: Int[Array, "texts positions"],
-    query: Int[Array, "batch max_n"],
-    *,
-    min_n: int,
-    count: int,
-    preferred: Int[Array, "batch 2"] | None = None,
-) -> Matches:
-    """Find earlier occurrences of the newest tokens in a text.
-
-    The match length at a position is the number of consecutive tokens, counted backwards from the position, that equal
-    the newest tokens. A match is a position with a match length of at least ``min_n`` and a token after it. Longer
-    matches are better. Of equally long matches, those in the preferred interval are better, then later ones.
-
-    Positions that are equal modulo `GROUPS` form a group, and only the best match of each group is kept. In texts of at
-    most `GROUPS` positions every group has one position. In longer texts the best match is always kept, but a match is
-    lost if a better match is a multiple of `GROUPS` positions away. A full sort would cost more than it gains.
-
-    Costs per position and row: ``max_n`` comparisons, and up to 4 bytes of scratch memory.
-
-    Args:
-        text: one text per row, or a single text for all rows.
-        query: newest tokens of each row, newest first (`newest_tokens`).
-        min_n: smallest match length in tokens.
-        count: number of matches to keep (M).
-        preferred: interval [begin, end) of preferred positions of each row.
-    """
-    size, max_n = text.shape[1], query.shape[1]
-    groups = min(GROUPS, max(size, count))
-    width = size + -size % groups
-    # padded[:, max_n - 1 + p] is the token at position p; gaps precede and follow the text.
-    padded = jnp.pad(text, ((0, 0), (max_n - 1, width - size + 1)), constant_values=GAP)
-    position = jnp.arange(width)
-    # The match length is the least `back` whose token differs. XLA fuses this chain of minima into one kernel.
-    length = jnp.full((), max_n, jnp.int32)
-    for back in range(max_n):
-        start = max_n - 1 - back
-        agrees = padded[:, start : start + width] == query[:, back, None]
-        length = jnp.minimum(length, jnp.where(agrees, max_n, back))
-    priority = 2 * length
-    if preferred is not None:
-        priority = priority + ((position >= preferred[:, :1]) & (position < preferred[:, 1:]))
-    score = jnp.where((length >= min_n) & (padded[:, max_n:] >= 0), priority * width + position, -1)
-    best, _ = jax.lax.top_k(jnp.max(score.reshape(score.shape[0], -1, groups), axis=1), count)
-    return Matches(jnp.where(best >= 0, best % width, -1), jnp.maximum(best[:, 0], 0) // (2 * width))
-
-
-def continuations(
-    text: Int[Array, "texts positions"], ends: Int[Array, "batch matches"], depth: int
-) -> Int[Array, "batch depth matches"]:
-    """Return the tokens after each match (its continuation); those after the first `GAP` have no meaning.
-
-    Args:
-        text: one text per row, or a single text for all rows.
-        ends: last position of each match; -1 stands for no match, and its continuation is all gaps.
-        depth: number of tokens to take.
-    """
-    texts, size = text.shape
-    rows = jnp.arange(ends.shape[0]) % texts
-    places = jnp.where(ends >= 0, ends, size)[:, None] + jnp.arange(1, depth + 1)[:, None]
-    return text.at[rows[:, None, None], places].get(mode="fill", fill_value=GAP)
-
-
 # ---- the trie
 
 
@@ -314,34 +255,40 @@ class Trie(NamedTuple):
     tokens: Int[Array, "batch depth matches"]  # token of the node
     leader: Int[Array, "batch depth matches"]  # index of the best match through the node
     leads: Bool[Array, "batch depth matches"]  # whether match j is the leader
-    passing: Int[Array, "batch depth matches"]  # number of matches through the node; 0 after the end of a continuation
+    passing: Int[Array, "batch depth matches"]  # weight of the matches through the node; 0 after a continuation's end
     rank: Int[Array, "batch depth matches"]  # rank of the node among its siblings in the trie, from 0
-    found: Int[Array, "batch"]  # number of matches
+    found: Int[Array, "batch"]  # weight of all matches
 
 
-def build_trie(tokens: Int[Array, "batch depth matches"], *, by_count: bool) -> Trie:
+def build_trie(
+    tokens: Int[Array, "batch depth matches"], *, by_count: bool, weights: Int[Array, "batch matches"] | None = None
+) -> Trie:
     """Merge continuations into a trie.
 
     Args:
         tokens: continuations of the matches, best match first (`continuations`).
         by_count: whether to rank siblings by number of matches, then by best match; False: only by best match.
+        weights: as how many matches each one counts, at most M; None: as one.
     """
     depth, matches = tokens.shape[1:]
     match = jnp.arange(matches)
-    token = tokens[:, 0]
+    token, most = tokens[:, 0], matches if weights is None else 2 * matches  # most: largest weight through a node
     together = (token[:, :, None] >= 0) & (token[:, None] >= 0)  # whether two matches pass through the same node
     levels = []
     for level in range(depth):
         siblings, token = together, tokens[:, level]
         together = siblings & (token[:, :, None] == token[:, None]) & (token[:, :, None] >= 0)
-        passing = jnp.sum(together, axis=2, dtype=jnp.int32)
+        counted = together if weights is None else jnp.where(together, weights[:, None], 0)
+        passing = jnp.sum(counted, axis=2, dtype=jnp.int32)
         leader = jnp.argmax(together, axis=2).astype(jnp.int32)
         leads = (leader == match) & (passing > 0)
-        order = leader - matches * passing if by_count else leader
+        order = leader - most * passing if by_count else leader
         earlier = siblings & leads[:, None] & (order[:, None] < order[:, :, None])
         levels.append((leader, leads, passing, jnp.sum(earlier, axis=2, dtype=jnp.int32)))
     leader, leads, passing, rank = (jnp.stack(parts, axis=1) for parts in zip(*levels, strict=True))
-    return Trie(tokens, leader, leads, passing, rank, jnp.sum(tokens[:, 0] >= 0, axis=1, dtype=jnp.int32))
+    is_match = tokens[:, 0] >= 0
+    found = jnp.sum(is_match if weights is None else jnp.where(is_match, weights, 0), axis=1, dtype=jnp.int32)
+    return Trie(tokens, leader, leads, passing, rank, found)
 
 
 # ---- the tree

@@ -42,8 +42,9 @@ class NGram(LookupDrafter):
     def look_up(self, state: LookupState, view: SlotView) -> tuple[Found, LookupState]:
         history = write_roots(state.history, view)
         text = history_rows(history, view.slots)
-        found = self.find_tree(view, text, newest_tokens(history, view, self.max_n), by_count=False)
+        query = newest_tokens(history, view, self.max_n)
+        found, state = self.find_tree(replace(state, history=history), view, text, query, by_count=False)
         if self.tree.is_chain:  # a chain follows only the best match, with probability 1
             draft = found.draft
             found = found._replace(draft=replace(draft, scores=jnp.zeros_like(draft.scores)))
-        return found, replace(state, history=history)
+        return found, state

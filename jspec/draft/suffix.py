@@ -14,7 +14,6 @@ from jspec.core.tree import DEFAULT_TREE, Tree
 from jspec.draft.base import Params
 from jspec.draft.elsewhere import NO_WEIGHTS, refuses_device
 from jspec.draft.lookup import (
-    GAP,
     Found,
     History,
     LookupDrafter,
@@ -25,6 +24,7 @@ from jspec.draft.lookup import (
     newest_tokens,
     write_roots,
 )
+from jspec.draft.matches import GAP
 from jspec.models.parts.kv_pool import PoolShape
 
 SCOPES = ("request", "engine")
@@ -90,7 +90,7 @@ class Suffix(LookupDrafter):
     def init(self, params: Params, pool: PoolShape) -> LookupState:
         if self.scope == "request":
             return super().init(params, pool)
-        state = LookupState(history=new_history(pool, self.tree))
+        state = LookupState(history=new_history(pool, self.tree), places=self.new_places(pool))
         check_size("Suffix", self.max_n, self.corpus_tokens + state.history.size, "corpus_tokens")
         return replace(state, corpus=jnp.full(self.corpus_tokens, GAP, jnp.int32))
 
@@ -109,8 +109,8 @@ class Suffix(LookupDrafter):
         history = write_roots(state.history, view)
         query = newest_tokens(history, view, self.max_n)
         text, interval = search_text(history, state.corpus, view)
-        found = self.find_tree(view, text, query, by_count=True, preferred=interval)
-        return found, replace(state, history=history)
+        state = replace(state, history=history)
+        return self.find_tree(state, view, text, query, by_count=True, preferred=interval)
 
 
 def search_text(

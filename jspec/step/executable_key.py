@@ -16,6 +16,7 @@ Kind = Literal[
     "update_page_table",
     "controls",
     "grammar",
+    "prediction",
     "save_state",
     "load_state",
     "write_pending_rows",

@@ -25,6 +25,7 @@ from jspec.core.config import EngineConfig
 from jspec.core.prefill_input import PrefillInput
 from jspec.core.progress import progress_bar
 from jspec.core.records import COLUMNS, Draft, LayerState, SlotState
+from jspec.draft import prediction
 from jspec.draft.base import Drafter
 from jspec.models.kv_cache import copy_state, update_page_table
 from jspec.models.weights.tensor_parallel import state_layout
@@ -98,6 +99,7 @@ class Executables:
         kinds: list[Kind] = ["update_page_table"]
         kinds += ["controls"] if self._shapes.controls is not None else []
         kinds += ["grammar"] if self._shapes.grammars is not None else []
+        kinds += ["prediction"] if self._shapes.predictions is not None else []
         kinds += ["save_state", "load_state"] if any(state.num_copies for state in self._shapes.target) else []
         has_pending_rows = self._program.drafter.has_pending_rows and self._config.prefix_cache
         return kinds + (["write_pending_rows"] if has_pending_rows else [])
@@ -180,6 +182,9 @@ class Executables:
             case "grammar":
                 packed = jax.ShapeDtypeStruct((grammar_mask.packed_size(state.grammars),), jnp.int16)
                 return helper_on(mesh, grammar_mask.load), 0, (state.grammars, packed)
+            case "prediction":
+                packed = _int32(prediction.packed_size(state.predictions))
+                return helper_on(mesh, prediction.load), 0, (state.predictions, packed)
             case "save_state" | "load_state":
                 copy = partial(copy_state, is_load=key.kind == "load_state")
                 return helper_on(mesh, copy, state_layout(state.target)), 0, (state.target, _int32(3))

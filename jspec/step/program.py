@@ -44,6 +44,7 @@ from jspec.core.accept_rule import AcceptRule
 from jspec.core.numerics import Numerics
 from jspec.core.records import SlotState, SlotView
 from jspec.core.sampling import Sampling
+from jspec.draft import prediction
 from jspec.draft.base import Drafter
 from jspec.models import kv_cache
 from jspec.models.decoder import Model
@@ -152,6 +153,7 @@ def view_of(state: SlotState, slots: Int[Array, "batch"], program: Program) -> S
             controls=state.controls,
             grammars=state.grammars,
             processor=program.processor,
+            predictions=state.predictions,
             token_history=None if program.processor is None else token_history(state, taken["page_table"]),
         )
 
@@ -184,6 +186,7 @@ def init_state(program: Program, params: Params, pool: PoolShape) -> SlotState:
         else None,
         controls=penalties.unused(pool.slots, vocab_size, program.processor_args) if program.controls else None,
         grammars=grammar_mask.unused(pool.slots, cells, vocab_size) if cells else None,
+        predictions=prediction.unused(pool.slots, pool.predicted_tokens) if pool.predicted_tokens else None,
     )
 
 

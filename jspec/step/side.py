@@ -51,6 +51,7 @@ HELPERS = {
     "update_page_table": "page_table",
     "controls": "controls",
     "grammar": "grammars",
+    "prediction": "predictions",
     **dict.fromkeys(("save_state", "load_state"), "target"),
 }
 

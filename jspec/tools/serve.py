@@ -50,6 +50,8 @@ def _add_engine_arguments(group: argparse._ArgumentGroup) -> None:
     about = f"share of the device's memory; default: {EngineConfig.memory_fraction}"
     group.add_argument("--memory-fraction", type=float, help=about)
     group.add_argument("--prefill-budget", type=int, metavar="N", help="prompt tokens between two rounds")
+    about = "largest number of tokens of a request's prediction, from which a look-up drafts"
+    group.add_argument("--predicted-tokens", type=int, metavar="N", help=about)
     group.add_argument("--adaptive", action="store_true", help="choose the draft depth from measured acceptance")
     group.add_argument("--warm", metavar="LIST", help=f"compile before the first request: {','.join(WARM)}")
     group.add_argument("--live", action="store_true", help="let the page show draft trees (jspec.rounds)")
@@ -192,7 +194,7 @@ def make_engine(arguments: argparse.Namespace, tokenizer: Tokenizer) -> Engine |
 
 def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the options of the engine that are given, besides those of `jspec generate`."""
-    names = ("slots", "pages", "memory_fraction", "prefill_budget")
+    names = ("slots", "pages", "memory_fraction", "prefill_budget", "predicted_tokens")
     options = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     return options | ({"adaptive": True} if arguments.adaptive else {})
 

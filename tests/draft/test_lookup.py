@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 
 from jspec import Drafter, Engine, Model, Tree
-from jspec.draft import lookup, suffix
-from jspec.draft.lookup import build_trie, continuations, find_ngram_matches, write_emitted, write_pieces
+from jspec.draft import lookup, matches, prediction, suffix
+from jspec.draft.lookup import build_trie, write_emitted, write_pieces
+from jspec.draft.matches import GAP, continuations, find_ngram_matches
 from jspec.draft.ngram import NGram
+from jspec.draft.prediction import load
 from jspec.draft.suffix import Suffix, append_to_corpus, search_text
 from jspec.tools.testing import check_lossless
 from tests.reference.lookup import length_at
@@ -54,6 +56,14 @@ def test_lookup_drafts_of_random_requests_equal_those_of_the_oracle(method: str,
     assert run_random_requests(DRAFTERS[method](TREES[tree])) > 60
 
 
+@pytest.mark.parametrize(
+    ("method", "tree"),
+    [("ngram", "chain"), ("ngram, two agree", "static"), ("suffix", "topk"), ("engine", "chain"), ("engine", "wide")],
+)
+def test_lookup_drafts_of_random_requests_with_predictions_equal_those_of_the_oracle(method: str, tree: str) -> None:
+    assert run_random_requests(DRAFTERS[method](TREES[tree]), predicted=12) > 60
+
+
 # -- negative controls: each wrong part makes the run fail
 
 
@@ -66,13 +76,13 @@ def worst_first(text: Any, query: Any, **options: Any) -> Any:
     return matches._replace(ends=matches.ends[:, ::-1])
 
 
-def unmerged(tokens: Any, *, by_count: bool) -> Any:
+def unmerged(tokens: Any, *, by_count: bool, weights: Any) -> Any:
     trie = build_trie(tokens, by_count=by_count)
     own = jnp.broadcast_to(on_device(np.arange(tokens.shape[2])), tokens.shape)
     return trie._replace(leader=own, leads=tokens >= 0, rank=own)
 
 
-def other_order(tokens: Any, *, by_count: bool) -> Any:
+def other_order(tokens: Any, *, by_count: bool, weights: Any) -> Any:
     return build_trie(tokens, by_count=not by_count)
 
 
@@ -136,20 +146,72 @@ def test_lookup_drafter_with_a_fault_drafts_other_tokens_than_the_oracle(
         run_random_requests(drafter)
 
 
+# -- those of predictions
+
+
+def over_the_end(text: Any, ends: Any, depth: int) -> Any:
+    """Go on after a prediction's end as if another text followed without a gap."""
+    return continuations(jnp.where(text == GAP, 1, text), ends, depth)
+
+
+def from_the_prompt(text: Any, query: Any, **options: Any) -> Any:
+    """Take what precedes a prediction for something else than what precedes the output."""
+    return find_ngram_matches(jnp.where(text == prediction.START, GAP, text), query, **options)
+
+
+def last_first(text: Any, query: Any, *, place: Any, **options: Any) -> Any:
+    return find_ngram_matches(text, query, **options)
+
+
+def stale(predictions: Any, packed: Any) -> Any:
+    """Keep the prediction of the slot's previous request if the new one has none."""
+    loaded = load(predictions, packed)
+    return jax.tree.map(lambda old, new: jnp.where(packed[2] >= 0, new, old), predictions, loaded)
+
+
+def unweighted(tokens: Any, *, by_count: bool, weights: Any) -> Any:
+    return build_trie(tokens, by_count=by_count)
+
+
+def kept(places: Any, slots: Any) -> Any:
+    return places
+
+
+@pytest.mark.parametrize(
+    ("method", "module", "name", "wrong"),
+    [
+        ("ngram", prediction, "continuations", over_the_end),
+        ("ngram", prediction, "find_ngram_matches", from_the_prompt),
+        ("ngram", prediction, "find_ngram_matches", last_first),
+        ("ngram", prediction, "load", stale),
+        ("suffix", lookup, "build_trie", unweighted),
+        ("ngram", prediction.Places, "forget", kept),
+        ("ngram", prediction.Places, "follow", lambda places, view, verdict: places),
+    ],
+)
+def test_lookup_drafter_with_a_fault_in_predictions_drafts_other_tokens_than_the_oracle(
+    method: str, module: Any, name: str, wrong: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = DRAFTERS[method](GAPS)
+    monkeypatch.setattr(module, name, wrong)
+    with pytest.raises(AssertionError):
+        run_random_requests(drafter, predicted=12)
+
+
 @pytest.mark.parametrize("groups", [None, 8])
 @pytest.mark.parametrize("texts", [1, 3])
 def test_ngram_search_on_random_texts_finds_the_best_match_of_each_group(
     texts: int, groups: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if groups is not None:
-        monkeypatch.setattr(lookup, "GROUPS", groups)
+        monkeypatch.setattr(matches, "GROUPS", groups)
     rng = np.random.default_rng(texts)
     text, query = rng.integers(0, 2, (texts, 53)), rng.integers(0, 2, (3, 4))
     text[rng.random(text.shape) < 0.05] = lookup.GAP
     query[0, 2] = lookup.UNKNOWN
     lost = 0
     preferred = np.array([[10, 20], [0, 53], [40, 44]])
-    ends, longest = lookup.find_ngram_matches(
+    ends, longest, lengths = lookup.find_ngram_matches(
         on_device(text), on_device(query), min_n=2, count=7, preferred=on_device(preferred)
     )
     for row in range(3):
@@ -160,9 +222,11 @@ def test_ngram_search_on_random_texts_finds_the_best_match_of_each_group(
             if (length := length_at(line, end, asked)) >= 2 and line[end + 1] >= 0
         )
         kept = {end % (groups or 53): (length, own, end) for length, own, end in scored}  # the last one wins
-        best = [end for _, _, end in sorted(kept.values(), reverse=True)][:7]
+        kept_best = sorted(kept.values(), reverse=True)[:7]
+        best = [end for _, _, end in kept_best]
         assert ends[row].tolist() == best + [-1] * (7 - len(best))
         assert longest[row] == max((length for length, _, _ in scored), default=0)
+        assert lengths[row].tolist() == [length for length, _, _ in kept_best] + [0] * (7 - len(best))
         lost += len(scored) - len(kept)
     assert (lost > 0) == (groups is not None)
 

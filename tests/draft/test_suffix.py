@@ -10,7 +10,7 @@ import jax
 import pytest
 
 from jspec import Tree
-from jspec.draft import lookup
+from jspec.draft import matches
 from jspec.draft.suffix import Suffix
 from tests.support.h200 import compile_for_h200
 from tests.support.lookup_runs import POOL, LookupRun, view_of
@@ -41,7 +41,7 @@ def test_suffix_drafter_with_a_full_corpus_drops_the_oldest_tokens() -> None:
 @pytest.mark.parametrize("grouped", [True, False])
 def test_suffix_program_for_a_large_corpus_has_under_30_kernels(grouped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is one CUDA graph that updates its state in place; the negative control, a full sort, has more kernels."""
-    monkeypatch.setattr(lookup, "GROUPS", lookup.GROUPS if grouped else 2**20)
+    monkeypatch.setattr(matches, "GROUPS", matches.GROUPS if grouped else 2**20)
     drafter, rows = Suffix(Tree.topk(9, 3, 2), scope="engine", corpus_tokens=2**18), [0] * 8
     state = jax.eval_shape(lambda: drafter.init((), POOL))
     view = jax.eval_shape(lambda: view_of(rows, rows, rows, [True] * 8))

@@ -90,6 +90,8 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     (dict(memory_fraction=1.5), r"memory_fraction: expected in \(0, 1\], got 1\.5"),
     (dict(pages=1), r"pages: expected None or an int from 2 to 2147483647, got 1"),
     (dict(prefill_budget=0), r"prefill_budget: expected None or an int from 1 to 2147483647, got 0"),
+    (dict(predicted_tokens=-1), r"predicted_tokens: expected an int from 0 to 2147483647, got -1"),
+    (dict(predicted_tokens=4), r"predicted_tokens: expected a drafter with a look-up, got NoDraft"),
     (dict(overlap=1), r"overlap: expected a bool, got 1"),
     (dict(controls=None), r"controls: expected a bool, got None"),
     (dict(seed=-1), r"seed: expected an int >= 0, got -1"),

@@ -111,6 +111,34 @@ def test_logprobs_of_each_token_equal_the_engines(client: openai.OpenAI, top: in
     assert [entry for one in pieces if one for entry in one.content] == entries
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_usage_with_a_prediction_counts_the_drafts_that_were_accepted_and_rejected(
+    client: openai.OpenAI, is_stream: bool, in_parts: bool
+) -> None:
+    """A wrong prediction changes no token; without a prediction the usage has no such counters."""
+    for prediction in ("Once upon", "zq" * 20, None):
+        done = own(**SEEDED, prediction=prediction)
+        content: Any = [{"type": "text", "text": prediction}] if in_parts else prediction
+        fields = {} if prediction is None else {"prediction": {"type": "content", "content": content}}
+        if is_stream:
+            *_, last = ask(client, **SEEDED, **fields, stream=True, stream_options={"include_usage": True})
+            usage = last.usage
+        else:
+            answer = ask(client, **SEEDED, **fields)
+            assert answer.choices[0].message.content == done.text
+            usage = answer.usage
+        assert usage.completion_tokens == len(done.token_ids)
+        details = usage.completion_tokens_details
+        if prediction is None:
+            assert details is None and done.metrics.num_accepted_tokens > 0
+            continue
+        accepted, rejected = details.accepted_prediction_tokens, details.rejected_prediction_tokens
+        assert accepted == done.metrics.num_accepted_tokens
+        assert accepted + rejected == done.metrics.num_draft_tokens
+        assert (accepted > 0) == (prediction != "zq" * 20) and rejected > 0
+
+
 def test_logprobs_not_asked_for_are_null(client: openai.OpenAI) -> None:
     assert ask(client, **SEEDED).choices[0].logprobs is None
     assert ask(client, **SEEDED, logprobs=False).choices[0].logprobs is None
@@ -175,6 +203,9 @@ def test_token_ids_and_prompt_scores_are_returned_if_asked_for(client: openai.Op
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"max_completion_tokens": 4, "max_tokens": 5}, "max_tokens"),
         ({"functions": [{"name": "f"}]}, "functions"),
+        ({"prediction": {"type": "tokens", "content": "a"}}, "prediction.type"),
+        ({"prediction": {"type": "content", "content": [{"type": "image_url"}]}}, "prediction.content[0].type"),
+        ({"prediction": {"type": "content", "content": "a b " * serving.PREDICTED}}, "prediction"),
         ({"modalities": ["audio"]}, "modalities"),
         ({"extra_body": {"chat_template": "{{ 1 }}"}}, "chat_template"),
         ({"extra_body": {"chat_template_kwargs": {"enable_thinkin": True}}}, "chat_template_kwargs.enable_thinkin"),

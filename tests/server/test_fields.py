@@ -72,6 +72,7 @@ SERVED_BY = {
         "continue_final_message": (True, {}),
         "add_generation_prompt": (False, {}),
         "reasoning_effort": ("low", {}),
+        "prediction": ({"type": "content", "content": "ab"}, {"prediction": "ab"}),
     },
 }
 WITHOUT_EFFECT = {
@@ -93,13 +94,12 @@ REFUSED: dict[str, Any] = {
     "unheard_of": 1,
 }
 REFUSED_BY = {
-    "completions": {"suffix": "a", "messages": [], "tools": [], "max_completion_tokens": 3},
+    "completions": {"suffix": "a", "prediction": {}, "messages": [], "tools": [], "max_completion_tokens": 3},
     "chat": {
         "functions": [],
         "function_call": "auto",
         "audio": {},
         "modalities": ["text", "audio"],
-        "prediction": {},
         "web_search_options": {},
         "image_url": "http://a",
         "chat_template": "{{ x }}",
@@ -108,7 +108,10 @@ REFUSED_BY = {
         "suffix": "a",
     },
 }
-UNKNOWN = {"completions": ("messages", "tools", "max_completion_tokens"), "chat": ("prompt", "echo", "suffix")}
+UNKNOWN = {
+    "completions": ("messages", "tools", "max_completion_tokens", "prediction"),
+    "chat": ("prompt", "echo", "suffix"),
+}
 ACCEPTED_IF_NEUTRAL = ("best_of", "prompt_cache_retention", "request_id", "spaces_between_special_tokens")
 NEUTRAL_BY: dict[str, tuple[str, ...]] = {"completions": (), "chat": ("add_special_tokens",)}
 NO_SCHEMA = {"type": "json_schema", "json_schema": {"name": "a"}}

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jspec.core.numerics import REFERENCE
 from jspec.core.records import Draft, PromptBatch, SlotView, Verdict
+from jspec.draft import prediction
 from jspec.draft.ngram import NGram
 from jspec.draft.suffix import Suffix
 from jspec.models.parts.kv_pool import PoolShape
 from jspec.verify import Coupled
-from tests.reference.lookup import Node, expected_nodes
+from tests.reference.lookup import Node, Predicted, TextMatch, best_matches, expected_nodes
 from tests.support.arrays import on_device
 
 SLOTS, MAX_LEN, BUCKET, ROWS = 3, 40, 5, 6  # ROWS: rows of a block
@@ -23,9 +27,17 @@ CORPUS = 30
 class LookupRun:
     """A run of a drafter that updates its state as an engine would, and also keeps the texts in lists."""
 
-    def __init__(self, drafter: NGram | Suffix) -> None:
+    def __init__(self, drafter: NGram | Suffix, *, predicted: int = 0) -> None:
+        """Begin a run.
+
+        Args:
+            predicted: largest number of predicted tokens.
+        """
         self.drafter = drafter
-        self.state = drafter.init((), POOL)
+        self.state = drafter.init((), replace(POOL, predicted_tokens=predicted))
+        self.predictions = prediction.unused(SLOTS, predicted) if predicted else None
+        self.predicted: list[list[int]] = [[] for _ in range(SLOTS)]
+        self.prompt_sizes, self.reached = [0] * SLOTS, [0] * SLOTS
         self.texts: list[list[int]] = [[] for _ in range(SLOTS)]  # one entry per slot
         self.lengths, self.roots, self.active = [0] * SLOTS, [0] * SLOTS, [False] * SLOTS
         self.corpus: list[int] = []
@@ -33,8 +45,18 @@ class LookupRun:
         self._draft = jax.jit(lambda s, v: drafter.draft((), s, v), donate_argnums=0)
         self._commit = jax.jit(lambda s, v, d, t: drafter.commit((), s, v, d, t, None), donate_argnums=0)
 
-    def prompt(self, slot: int, tokens: list[int], root: int) -> None:
+    def prompt(self, slot: int, tokens: list[int], root: int, predicted: list[int] | None = None) -> None:
+        if self.predictions is not None:
+            self.predict(slot, len(tokens), predicted or [])
         self.prompts((slot, tokens, root))
+
+    def predict(self, slot: int, prompt_size: int, tokens: list[int]) -> None:
+        """Enter the prediction of a new request."""
+        assert self.predictions is not None
+        size = self.predictions.tokens.shape[1]
+        packed = prediction.pack(slot, prompt_size, tokens, size)
+        self.predictions = prediction.load(self.predictions, on_device(packed))
+        self.predicted[slot], self.prompt_sizes[slot], self.reached[slot] = tokens, prompt_size, 0
 
     def prompts(self, *new: tuple[int, list[int], int]) -> None:
         """Start new requests (slot, prompt, root) of different slots together; a piece has up to two blocks."""
@@ -46,7 +68,7 @@ class LookupRun:
         for start in range(0, max(len(tokens) for _, tokens, _ in new), 2 * ROWS):
             pieces = [(slot, tokens[start : start + 2 * ROWS]) for slot, tokens, _ in new if start < len(tokens)]
             slots = [slot for slot, _ in pieces] + [SLOTS] * (SLOTS - len(pieces))
-            view = view_of(slots, [start] * SLOTS, [0] * SLOTS, [slot < SLOTS for slot in slots])
+            view = self.view(slots, [start] * SLOTS, [0] * SLOTS, [slot < SLOTS for slot in slots])
             self.state = self._prefill(self.state, view, batch_of([own for _, own in pieces], start))
 
     def draft(self, slots: list[int]) -> tuple[Draft, SlotView]:
@@ -54,7 +76,7 @@ class LookupRun:
         live = [slot < SLOTS and self.active[slot] for slot in slots]
         lengths = [self.lengths[s] if on else 0 for s, on in zip(slots, live, strict=True)]
         roots = [self.roots[s] if s < SLOTS else 0 for s in slots]
-        view = view_of(slots, lengths, roots, live)
+        view = self.view(slots, lengths, roots, live)
         for slot, on in zip(slots, live, strict=True):
             if on:
                 self.texts[slot] = [*self.texts[slot][: self.lengths[slot]], self.roots[slot]]
@@ -64,9 +86,19 @@ class LookupRun:
             check_row(draft, row, roots[row], nodes, scores)
         return draft, view
 
+    def view(self, *fields: list[Any]) -> SlotView:
+        return view_of(*fields).replace(predictions=self.predictions)
+
     def expected(self, slot: int) -> tuple[list[Node], list[float]]:
+        return expected_nodes(self.best(slot), self.drafter)
+
+    def best(self, slot: int) -> list[TextMatch]:
+        predicted = None
+        if self.predictions is not None:
+            output = self.texts[slot][self.prompt_sizes[slot] :]
+            predicted = Predicted(self.predicted[slot], output, self.reached[slot])
         if getattr(self.drafter, "scope", "request") == "request":
-            return expected_nodes([self.texts[slot]], 0, self.drafter)
+            return best_matches([self.texts[slot]], 0, self.drafter, predicted)
         old, text = [], []
         for token in self.corpus:
             if token < 0:
@@ -74,7 +106,17 @@ class LookupRun:
                 text = []
             else:
                 text.append(token)
-        return expected_nodes(old + self.texts, len(old) + slot, self.drafter)
+        return best_matches(old + self.texts, len(old) + slot, self.drafter, predicted)
+
+    def follow(self, slot: int, emitted: list[int]) -> None:
+        """Move the place in the prediction behind the emitted tokens, if the tried ones were right."""
+        best, tokens, tried = self.best(slot), self.predicted[slot], self.reached[slot]
+        if best and best[0].is_predicted and best[0].length:
+            tried = len(tokens) - len(best[0].tail)
+        right = 0
+        while right < len(emitted) and tokens[tried + right : tried + right + 1] == emitted[right : right + 1]:
+            right += 1
+        self.reached[slot] = tried + right if right else self.reached[slot]
 
     def step(self, slots: list[int], emitted: list[list[int]]) -> Draft:
         """Draft and commit; inactive rows emit tokens too, which must not be kept."""
@@ -83,6 +125,7 @@ class LookupRun:
         for row, (slot, new) in enumerate(zip(slots, emitted, strict=True)):
             tokens[row, : len(new)] = new
             if view.active[row]:
+                self.follow(slot, new)
                 self.texts[slot] += new
                 self.lengths[slot] += len(new)
                 self.roots[slot] = new[-1]
@@ -137,13 +180,17 @@ def check_row(draft: Draft, row: int, root: int, nodes: list[Node], scores: list
     np.testing.assert_allclose(draft.scores[row], [0.0, *scores] + [0.0] * padding, atol=1e-6)
 
 
-def run_random_requests(drafter: NGram | Suffix, *, seed: int = 0, steps: int = 60) -> int:
+def run_random_requests(drafter: NGram | Suffix, *, seed: int = 0, steps: int = 60, predicted: int = 0) -> int:
     """Start, continue, end and replace requests of random tokens from small alphabets, checking every draft.
+
+    Args:
+        predicted: largest number of predicted tokens. Half of the requests then have a prediction, which outputs follow
+            for a while, leave, and come back to.
 
     Returns:
         The number of drafted tokens.
     """
-    rng, run = np.random.default_rng(seed), LookupRun(drafter)
+    rng, run = np.random.default_rng(seed), LookupRun(drafter, predicted=predicted)
     drafted = 0
 
     def tokens(count: int) -> list[int]:
@@ -154,12 +201,21 @@ def run_random_requests(drafter: NGram | Suffix, *, seed: int = 0, steps: int = 
         slot = step if step < SLOTS else int(rng.integers(0, SLOTS))
         if step < SLOTS or rng.random() < 0.3:
             others = [other for other in range(SLOTS) if other != slot and run.texts[other] and rng.random() < 0.3]
-            run.prompts(*((one, tokens(int(rng.integers(1, 16))), tokens(1)[0]) for one in (slot, *others)))
+            new = [(one, tokens(int(rng.integers(1, 16))), tokens(1)[0]) for one in (slot, *others)]
+            for one, prompt, root in new if predicted else ():
+                size = int(rng.integers(1, predicted + 1)) if rng.random() < 0.5 else 0
+                run.predict(one, len(prompt), ([root] * (rng.random() < 0.5) + tokens(size))[:size])
+            run.prompts(*new)
         elif rng.random() < 0.1:
             run.active[slot] = False
         most = drafter.tree.depth + 1
         full = [s for s in range(SLOTS) if run.lengths[s] + most >= MAX_LEN]
         slots = [s for s in rng.permutation(SLOTS).tolist() if s not in full] + [SLOTS] * (BUCKET - SLOTS + len(full))
-        draft = run.step(slots, [tokens(int(rng.integers(1, most + 1))) for _ in slots])
+        emitted = [tokens(int(rng.integers(1, most + 1))) for _ in slots]
+        for slot, new in zip(slots, emitted, strict=True):
+            if predicted and slot < SLOTS and rng.random() < 0.6:
+                at = run.reached[slot] + int(rng.integers(0, 3))
+                new[:-1] = run.predicted[slot][at : at + len(new) - 1]
+        draft = run.step(slots, emitted)
         drafted += int(draft.valid[:, 1:].sum())
     return drafted

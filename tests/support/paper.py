@@ -82,6 +82,7 @@ class PaperDevice:
         helpers: list[Kind] = ["update_page_table"]
         helpers += ["controls"] if program.controls else []
         helpers += ["grammar"] if program.grammar_cells else []
+        helpers += ["prediction"] if config.predicted_tokens else []
         helpers += ["write_pending_rows"] if program.drafter.has_pending_rows and config.prefix_cache else []
         self.programs = PaperPrograms(helpers)
 
@@ -143,6 +144,10 @@ class PaperDevice:
         table, classes = packed[:2].tolist()
         class_of, cells = np.split(packed[2:], [self.vocab])
         self.state.tables[table] = PaperTable(class_of, cells[: len(cells) // classes * classes].reshape(-1, classes))
+
+    def _prediction(self, key: ExecutableKey, packed: np.ndarray) -> None:
+        assert len(packed) == 2 + self.config.predicted_tokens
+        self.state.slots[packed[0]].prediction = packed
 
     def _write_pending_rows(self, key: ExecutableKey, packed: np.ndarray) -> None:
         assert len(packed) == 3 + self.columns
@@ -229,7 +234,7 @@ class PaperDevice:
                 yield row, self.state.slots[index]
 
     def _proposed(self, key: ExecutableKey, rows: np.ndarray) -> Draft:
-        """Draft chains, whose tokens are the target's own or, by chance, others."""
+        """Draft chains of the predicted tokens; without, of the target's own or, by chance, others."""
         tokens = np.zeros((len(rows), key.depth + 1), np.int32)
         nodes, caps = np.arange(key.depth + 1, dtype=np.int32), np.zeros(len(rows), np.int32)
         for row, slot in self._active(rows):
@@ -237,7 +242,7 @@ class PaperDevice:
             for _ in range(key.depth):
                 token, _ = self._next(slot, text)
                 is_right = zlib.crc32(np.asarray(text, np.int32).tobytes(), 1) % 100 < 100 * LUCK
-                text.append(token if is_right else (token + 1) % self.vocab)
+                text.append(self._predicted(slot, len(text), token if is_right else (token + 1) % self.vocab))
             tokens[row] = text[-key.depth - 1 :]
         return Draft(
             tokens=tokens,  # type: ignore[arg-type]
@@ -247,6 +252,14 @@ class PaperDevice:
             probs=None,
             vocab_map=None,
         )
+
+    def _predicted(self, slot: PaperSlot, position: int, default: int) -> int:
+        """Return the token that a slot's prediction has for a position of the text."""
+        if slot.prediction is None:
+            return default
+        start, tokens = slot.prediction[1], slot.prediction[2:][: self.config.predicted_tokens]
+        place = position - start
+        return int(tokens[place]) if 0 <= place < len(tokens) and tokens[place] >= 0 else default
 
     def _verified(
         self, key: ExecutableKey, rows: np.ndarray, draft: Any, masks: np.ndarray | None = None

@@ -62,6 +62,7 @@ class PaperSlot:
     length: int = 0
     remaining: int = 0
     is_active: bool = False
+    prediction: Row = None  # packed by `jspec.draft.prediction.pack`
 
 
 class PaperState:

@@ -28,6 +28,7 @@ from tests.support import costs, paper, tiny, tokenizer_folders
 NAME = "tiny"
 SLOTS, MAX_LEN, VOCAB = 4, 512, 1200
 PREFILL = 192  # tokens of a prefill
+PREDICTED = 64  # largest number of predicted tokens
 
 
 @cache
@@ -68,6 +69,7 @@ def small_engine(
         buckets=(slots,),
         prefill_buckets=(min(max_len, PREFILL),),
         grammar_cells=2**16,
+        predicted_tokens=PREDICTED,
         **options,
     )
 

@@ -31,6 +31,13 @@ def settings(*words: str) -> Settings:
     return serve.make_settings(arguments)
 
 
+def test_options_of_the_command_become_those_of_the_engine() -> None:
+    words = ["--slots=3", "--pages=40", "--memory-fraction=0.5", "--prefill-budget=64", "--predicted-tokens=99"]
+    arguments = command_line.make_parser().parse_args(["serve", *words, "--adaptive"])
+    expected = dict(slots=3, pages=40, memory_fraction=0.5, prefill_budget=64, predicted_tokens=99, adaptive=True)
+    assert serve.engine_options(arguments) == expected
+
+
 @pytest.fixture(autouse=True)
 def _no_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(serve.KEY_VARIABLE, raising=False)

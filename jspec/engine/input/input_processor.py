@@ -18,6 +18,7 @@ from jspec.engine.grammar.token_table import Grammar
 from jspec.engine.input import penalty_input
 from jspec.engine.input.caller_input import read_params, read_prompt, read_prompts
 from jspec.engine.input.grammar_input import GrammarInput
+from jspec.engine.input.prediction_input import predicted_ids
 from jspec.engine.input.thinking_input import ThinkingInput
 from jspec.engine.request.request import OutputState, Request
 from jspec.engine.request.sampling_params import SamplingParams, sample_seed
@@ -25,7 +26,7 @@ from jspec.engine.request.token_logprobs import PromptLogprobs
 from jspec.engine.request.too_long import PromptTooLong, check_characters
 from jspec.engine.text.detokenizer import TextDecoder
 from jspec.engine.text.token_texts import visible_context
-from jspec.engine.text.tokenizer import Tokenizer
+from jspec.engine.text.tokenizer import Tokenizer, encode
 
 
 @dataclass
@@ -88,6 +89,7 @@ class InputProcessor:
         max_new_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         words = self._bad_words(params, stop_ids, max_new_tokens)
         thinking = self.thinking.of(params, ids)
+        prediction = predicted_ids(params.prediction, self.tokenizer, self.vocab_size, self.config.predicted_tokens)
         grammar = self._grammars.of(params, stop_ids, words)
         self._check_output(params)
         numbers = [next(self.ids) for _ in range(params.n)]
@@ -107,6 +109,7 @@ class InputProcessor:
                 trace=trace,
                 bad_words=words,
                 thinking=thinking,
+                prediction=prediction,
                 grammar=grammar if isinstance(grammar, Grammar) else None,
                 matcher=Matcher(grammar, thinking) if isinstance(grammar, LarkGrammar) else None,
                 gathers_logits=self.gathers_logits(params),
@@ -141,16 +144,8 @@ class InputProcessor:
         return ids
 
     def _encode(self, text: str, name: str) -> list[int]:
-        if self.tokenizer is None:
-            raise ValueError(
-                f"{name}: expected token ids, because this engine has no tokenizer, got {short(text)}; pass tokenizer= "
-                "to the engine or give ids"
-            )
         check_characters(name, len(text), self.config.max_len)
-        try:
-            return self.tokenizer.encode(text)
-        except UnicodeEncodeError as error:
-            raise ValueError(f"{name}: expected a text that UTF-8 can represent, got an error: {error}") from None
+        return encode(self.tokenizer, text, name)
 
     def _text_decoder(self, prompt: tuple[int, ...], params: SamplingParams, stop_ids: tuple[int, ...]) -> TextDecoder:
         context: Sequence[int] = prompt

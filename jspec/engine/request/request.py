@@ -134,6 +134,7 @@ class Request:
         trace: whether every round is recorded.
         bad_words: the bad words as token ids.
         grammar: the request's grammar as a table for the device; None: no grammar, or ``matcher`` serves it.
+        prediction: tokens that the output will probably repeat.
         thinking: how the request reasons, if it has a budget or a grammar.
         matcher: parser that computes masks on the host for a grammar that fits no table; else None.
         gathers_logits: whether, on several devices, the request's rounds gather the logits of the whole vocabulary.
@@ -153,6 +154,7 @@ class Request:
     eos_ids: tuple[int, ...] = ()
     trace: bool = False
     bad_words: tuple[tuple[int, ...], ...] = ()
+    prediction: tuple[int, ...] = ()
     thinking: Thinking = NO_THINKING
     grammar: Grammar | None = None
     matcher: Matcher | None = None

@@ -29,6 +29,7 @@ class SamplingFields(TypedDict, total=False):
     json_schema: str | Mapping[str, Any] | type | None
     grammar: str | None
     thinking_budget: int | None
+    prediction: str | tuple[int, ...] | None
     processor_args: tuple[float, ...]
     skip_special_tokens: bool
     visible_special_tokens: tuple[str, ...]

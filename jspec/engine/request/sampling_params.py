@@ -80,6 +80,9 @@ class SamplingParams:
             ``grammar``, which then begins after the end marker, as it does if the prompt ends inside reasoning.
             Without one of these a start marker anywhere in the output begins reasoning. Only the first reasoning is
             limited. None: no limit.
+        prediction: text that the output will probably repeat, such as a file that is edited, or its token ids. The
+            engine's look-up drafts from it (`jspec.draft.prediction`), so the output is the same and comes faster.
+            The engine option ``predicted_tokens`` is the largest number of its tokens. None: no prediction.
         processor_args: values for the engine's ``logits_processor``; their number is the engine option
             ``processor_args``. Empty: all zeros.
         skip_special_tokens: whether the text leaves out special tokens; stop tokens are always left out.
@@ -117,6 +120,7 @@ class SamplingParams:
     json_schema: str | Mapping[str, Any] | type | None = None
     grammar: str | None = None
     thinking_budget: int | None = None
+    prediction: str | tuple[int, ...] | None = None
     processor_args: tuple[float, ...] = ()
     skip_special_tokens: bool = True
     visible_special_tokens: tuple[str, ...] = ()
@@ -234,7 +238,7 @@ def _normalised(params: SamplingParams) -> dict[str, Any]:
     values: dict[str, Any] = {}
     if isinstance(params.visible_special_tokens, list):
         values["visible_special_tokens"] = tuple(params.visible_special_tokens)
-    for name in ("stop_token_ids", "allowed_token_ids"):
+    for name in ("stop_token_ids", "allowed_token_ids", "prediction"):
         if isinstance(getattr(params, name), (list, set, frozenset)) or is_row(getattr(params, name)):
             values[name] = tuple(getattr(params, name))
     if isinstance(params.processor_args, list) or is_row(params.processor_args):
@@ -364,6 +368,11 @@ RULES: tuple[Rule, ...] = (  # field, test of its value, description of the allo
         "thinking_budget",
         lambda p: p.thinking_budget is None or _is_budget(p.thinking_budget),
         f"None or 0 to {MAX_INT}",
+    ),
+    (
+        "prediction",
+        lambda p: p.prediction is None or isinstance(p.prediction, str) or are_ids(p.prediction),
+        "None, a text or a list of token ids >= 0",
     ),
     (
         "processor_args",

@@ -107,6 +107,11 @@ def build_core(
     check_layer_windows("target", target.config, drafter.tree)
     if config.draft_window is not None:
         drafter = drafter.with_window(config.draft_window)
+    if config.predicted_tokens and not drafter.reads_predictions:
+        raise ValueError(
+            f'predicted_tokens: expected a drafter with a look-up, got {drafter!r}; name one (drafter="ngram", or '
+            '"HEAD+ngram" beside a head; --ngram or --lookup ngram), or leave it out'
+        )
     mesh = mesh_for(config, target)
     check_apart(config, mesh, target, drafter)
     target = on_devices(target, config, mesh)

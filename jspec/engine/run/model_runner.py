@@ -18,6 +18,7 @@ import numpy as np
 from jspec.core.config import EngineConfig
 from jspec.core.prefill_input import PrefillInput
 from jspec.core.records import StepOutput
+from jspec.draft import prediction
 from jspec.draft.base import Drafter
 from jspec.engine.grammar.token_table import TablePool
 from jspec.engine.input.penalty_input import pack_controls
@@ -83,6 +84,7 @@ class ModelRunner:
         self.pool = min((side.fit(pool) for side in self._sides), key=lambda shape: shape.pages)
         self.calls.make(partial(self._start, sizes))
         self._tables = TablePool(config.slots)
+        self._predicted_slots: set[int] = set()  # slots in which a prediction was written
         self.calls.open()
 
     def _start(self, sizes: Sequence[RoundSize]) -> dict[str, str]:
@@ -157,6 +159,8 @@ class ModelRunner:
             for piece in plan.pieces:
                 if piece.is_last and self.edits(piece.request):  # now all tokens that penalties count are known
                     self._admit_controls(piece.request, running)
+                if piece.is_last:
+                    self._enter_prediction(piece.request)
             return self._prefill(plan)
         self._enter_pages(plan.new_pages)
         return self._round(plan, size)
@@ -253,6 +257,17 @@ class ModelRunner:
                 self._load_table(table, request.grammar.class_of, request.grammar.next)
         packed = pack_controls(request, self._vocab_size, table, self._config.processor_args)
         self.target_side.run(ExecutableKey("controls"), packed)
+
+    def _enter_prediction(self, request: Request) -> None:
+        """Write a request's prediction into its slot; an empty one if the slot has that of an earlier request."""
+        slot = request.state.slot
+        assert slot is not None
+        if request.prediction or slot in self._predicted_slots:
+            self._predicted_slots.add(slot)
+            packed = prediction.pack(
+                slot, len(request.prompt_token_ids), request.prediction, self._config.predicted_tokens
+            )
+            self.draft_side.run(ExecutableKey("prediction"), packed)
 
     def _load_table(self, table: int, class_of: np.ndarray, next_state: np.ndarray) -> None:
         """Replace one of the device's grammar tables.

@@ -142,6 +142,8 @@ class ProgramChoice:
             keys += self._prefill_keys(sizes, *outputs)
         if self._compile_ahead or self._edits_all or any(request.params.controls_used for request in requests):
             keys += self._helper_keys("controls", "grammar")
+        if self._compile_ahead or any(request.prediction for request in requests):
+            keys += self._helper_keys("prediction")
         return list(dict.fromkeys([*keys, *self._helper_keys("save_state", "load_state")]))
 
     def round_keys(self, requests: Sequence[Request], live: LiveRequests) -> list[ExecutableKey]:

@@ -302,6 +302,26 @@ def warn_if_replaced(tokenizer: Tokenizer | None, folder: Path) -> None:
         )
 
 
+def encode(tokenizer: Tokenizer | None, text: str, name: str) -> list[int]:
+    """Convert a caller's text to token ids.
+
+    Args:
+        name: the argument that has the text, for the errors.
+
+    Raises:
+        ValueError: there is no tokenizer, or the text has half of a surrogate pair.
+    """
+    if tokenizer is None:
+        raise ValueError(
+            f"{name}: expected token ids, because this engine has no tokenizer, got {short(text)}; pass tokenizer= "
+            "to the engine or give ids"
+        )
+    try:
+        return tokenizer.encode(text)
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name}: expected a text that UTF-8 can represent, got an error: {error}") from None
+
+
 def check_size(tokenizer: Tokenizer | None, vocab_size: int) -> None:
     """Raise ValueError if a tokenizer gives ids that the target's vocabulary lacks.
 

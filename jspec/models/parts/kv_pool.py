@@ -32,6 +32,7 @@ class PoolShape:
     prefix_cache: bool = False  # whether drafters store a state for each page, for requests that reuse the page
     round_rows: int = 1  # number of rows that a round of the target writes in a slot
     state_dtype: str = "float32"  # dtype of what layers without a cache keep of a token
+    predicted_tokens: int = 0  # largest number of tokens of a slot's prediction
     copies: int = 0  # number of copies of slots' states that such layers keep for the prefix cache
 
     @classmethod
@@ -55,6 +56,7 @@ class PoolShape:
             prefix_cache=config.prefix_cache,
             round_rows=tree.nodes,
             state_dtype=dtype,
+            predicted_tokens=config.predicted_tokens,
         )
         if config.pages is None:
             shape = replace(shape, pages=config.slots * shape.width(tree) + 1)

@@ -13,7 +13,7 @@ from jspec.core.config import MAX_LOGPROBS
 from jspec.core.foreign_names import FOREIGN_NAMES
 from jspec.core.shorten import short
 from jspec.engine.request.sampling_params import GRAMMARS, SamplingParams
-from jspec.server.ask.messages import messages
+from jspec.server.ask.messages import join_texts, messages
 from jspec.server.ask.structured import response_format, structured_outputs
 from jspec.server.ask.values import (
     Reader,
@@ -24,6 +24,7 @@ from jspec.server.ask.values import (
     listing,
     mapping,
     never,
+    one_of,
     only,
     text,
 )
@@ -189,6 +190,12 @@ def _modalities(name: str, value: Any) -> Any:
     return value
 
 
+def _prediction(name: str, value: Any) -> str:
+    check_keys(name, mapping(name, value), ("type", "content"))
+    one_of("content")(f"{name}.type", value.get("type"))
+    return join_texts(f"{name}.content", value.get("content"), {"text": "text"})
+
+
 def _tools(name: str, value: Any) -> Any:
     try:
         read_choice(value, None)
@@ -273,7 +280,7 @@ CHAT = {
     "modalities": Field(_modalities),
     "audio": Field(never(TEXTS_ALONE)),
     "image_url": Field(never(TEXTS_ALONE)),
-    "prediction": Field(never("the server drafts by itself")),
+    "prediction": Field(_prediction, "prediction"),
     "web_search_options": Field(never("the server fetches nothing")),
 }
 TOKENIZE = {

@@ -1,4 +1,4 @@
-"""How many draft tokens of a request were accepted, as JSON under vLLM's names."""
+"""How many draft tokens of a request were accepted, as JSON under vLLM's and OpenAI's names."""
 
 from __future__ import annotations
 
@@ -26,4 +26,17 @@ def acceptance_json(metrics: Metrics) -> dict[str, Any]:
         "num_accepted_draft_tokens": metrics.num_accepted_tokens,
         "num_draft_tokens": metrics.num_draft_tokens,
         **(by_source if drafted else {}),
+    }
+
+
+def prediction_details(metrics: Metrics) -> dict[str, int]:
+    """Return the counters that the usage of a request with a prediction has.
+
+    They count the draft tokens of all the request's rounds, from the prediction and from elsewhere: those that were
+    accepted and emitted, and those that were verified and not emitted.
+    """
+    accepted = metrics.num_accepted_tokens
+    return {
+        "accepted_prediction_tokens": accepted,
+        "rejected_prediction_tokens": metrics.num_draft_tokens - accepted,
     }

@@ -22,6 +22,7 @@ from jspec.server.ask.fields import CHAT, Ask
 from jspec.server.ask.messages import MAX_MESSAGES, render_messages
 from jspec.server.ask.values import count_characters
 from jspec.server.http.errors import invalid, refused
+from jspec.server.reading.acceptance import prediction_details
 from jspec.server.reading.logprobs import chat_entries, prompt_entries
 from jspec.server.routes.answers import Answer, finish_reason, stop_reason
 from jspec.server.routes.service import Service
@@ -182,9 +183,12 @@ class ChatAnswer(Answer):
         return {**super().body(outputs), **more}
 
     def usage(self) -> dict[str, Any]:
-        reasoning_tokens = sum(message.num_reasoning_tokens for message in self._messages.values())
-        details = {"completion_tokens_details": {"reasoning_tokens": reasoning_tokens}} if self._reasons else {}
-        return super().usage() | details
+        details = {}
+        if self._reasons:
+            details["reasoning_tokens"] = sum(message.num_reasoning_tokens for message in self._messages.values())
+        if self.params.prediction is not None:
+            details |= prediction_details(self._metrics)
+        return super().usage() | ({"completion_tokens_details": details} if details else {})
 
     def choice(self, index: int, chunk: Chunk) -> dict[str, Any]:
         message = self._messages[index]
