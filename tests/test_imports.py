@@ -33,7 +33,7 @@ SUB_FLOORS = {  # of packages that are divided, from the lowest floor up
     ),
     "jspec.engine": (("text", "grammar"), ("request",), ("schedule", "reading"), ("input",), ("run",), ("callers",)),
     "jspec.draft": (
-        ("base", "head_config"),
+        ("base", "best_nodes", "head_config"),
         ("draft_vocab", "elsewhere", "expand_tree", "head_pair", "matches", "match_rates"),
         ("prediction",),
         ("lookup", "eagle_head", "dflash_head", "expand_block", "pretrained"),

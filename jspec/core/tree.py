@@ -51,6 +51,7 @@ class Tree:
         k: in a dynamic tree, the number of children per node, and of nodes per level that the drafter expands; 0 for a
             static tree.
         base: of a joined tree, the tree that the chain joins; None: the tree is not joined.
+        length: of a joined tree, the number of tokens of this chain.
     """
 
     nodes: int
@@ -58,6 +59,7 @@ class Tree:
     paths: tuple[Path, ...] | None
     k: int = 0
     base: Tree | None = None
+    length: int = 0
 
     def __post_init__(self) -> None:
         if self.nodes > MAX_ROWS or self.draft_rows > MAX_ROWS:
@@ -138,13 +140,18 @@ class Tree:
             )
         return cls(nodes=nodes, depth=depth, paths=None, k=k)
 
-    def joined(self, length: int) -> Tree:
+    def joined(self, length: int, nodes: int | None = None) -> Tree:
         """Return this tree with a chain of up to ``length`` tokens, whose beginning may be any path of this tree.
 
         It is dynamic: each row's tokens decide which node the chain's other tokens, numbered after this tree's nodes,
         are attached to.
+
+        Args:
+            nodes: largest number of nodes, the root included, which the scores choose among all; None: all.
         """
-        return Tree(self.nodes + length, max(self.depth, length), paths=None, k=self.branching, base=self)
+        count = self.nodes + length if nodes is None else min(nodes, self.nodes + length)
+        depth = min(max(self.depth, length), count - 1)
+        return Tree(count, depth, paths=None, k=self.branching, base=self, length=length)
 
     @classmethod
     def parse(cls, text: str) -> Tree:
@@ -174,7 +181,7 @@ class Tree:
         """Return this tree cut to a smaller depth.
 
         A static tree loses its deeper nodes. The number of nodes of a dynamic tree shrinks in proportion to the depth.
-        A joined tree is that of its cut parts.
+        A joined tree is that of its cut parts, with no more nodes than before.
 
         Raises:
             ValueError: the depth is outside ``[0, self.depth]``.
@@ -186,7 +193,7 @@ class Tree:
         if depth == 0:
             return ROOT_ONLY
         if self.base is not None:
-            return self.base.cut(min(depth, self.base.depth)).joined(min(depth, self.nodes - self.base.nodes))
+            return self.base.cut(min(depth, self.base.depth)).joined(min(depth, self.length), self.nodes)
         if self.paths is None:
             nodes = 1 + -(-(self.nodes - 1) * depth // self.depth)
             return Tree.topk(min(nodes, 1 + self.k + (depth - 1) * self.k**2), depth, self.k)
@@ -199,7 +206,8 @@ class Tree:
         That of a joined tree names its parts, and `parse` does not read it.
         """
         if self.base is not None:
-            return f"{self.base} beside chain:{self.nodes - self.base.nodes}"
+            limit = f", {self.nodes} nodes" if self.nodes < self.base.nodes + self.length else ""
+            return f"{self.base} beside chain:{self.length}{limit}"
         if self.paths is None:
             return f"topk:{self.nodes},{self.depth},{self.k}"
         if self.is_chain and not any(self.ranks):

@@ -32,6 +32,7 @@ from jspec.core.records import Draft, PromptBatch, SlotView, Verdict
 from jspec.core.shorten import short
 from jspec.core.tree import Tree
 from jspec.draft.base import Drafter, DraftState, NoDraft, Params, check_layer_windows, check_window
+from jspec.draft.best_nodes import keep_best_nodes
 from jspec.draft.draft_model import DraftModel
 from jspec.draft.eagle import EagleDrafter
 from jspec.draft.lookup import Found, LookupDrafter, LookupState
@@ -59,7 +60,8 @@ class Beside(Drafter):
     chain has. By default these are the rows in which more tokens of the look-up than of the head are right on average,
     by what the request's own rounds had so far at matches of about this length (`MatchRates`).
     join="beside": the look-up's chain joins the head's tree, and a round verifies the nodes of both. A node costs time
-    in large batches.
+    in large batches; with a limit a round verifies the nodes of both parts that are most probable, by the head's
+    probabilities and the learned rates of the look-up.
 
     Args:
         model: head that drafts: any drafter but a `DraftModel` and a look-up. With "replace" it drafts a chain.
@@ -67,10 +69,12 @@ class Beside(Drafter):
         join: "replace" or "beside".
         threshold: smallest length of a match in tokens of which the continuation is drafted; None: of any match with
             "beside", and with "replace" by the learned rates.
+        nodes: most nodes that a round verifies in each row with "beside", the root included; None: all. The head's
+            tokens may not be drawn at random: the accept rule is "coupled" or "multi_candidate", or the tree dynamic.
 
     Raises:
         TypeError: an argument is of another type.
-        ValueError: the drafters, their trees or the threshold do not fit together.
+        ValueError: the drafters, their trees, the threshold or the nodes do not fit together.
         NotImplementedError: the model is a `DraftModel`.
 
     Source: the "replace" join is that of TensorRT-LLM's suffix automaton; the order of siblings of the "beside" join is
@@ -82,14 +86,21 @@ class Beside(Drafter):
 
     @keywords_checked
     def __init__(
-        self, model: Drafter, lookup: LookupDrafter, join: str = "replace", *, threshold: int | None = None
+        self,
+        model: Drafter,
+        lookup: LookupDrafter,
+        join: str = "replace",
+        *,
+        threshold: int | None = None,
+        nodes: int | None = None,
     ) -> None:
         _check_parts(model, lookup, join)
         self.model = model
         self.lookup = lookup
         self.join = join
         longest = max(model.tree.depth, lookup.tree.depth)
-        self.tree = Tree.chain(longest) if join == "replace" else model.tree.joined(lookup.tree.depth)
+        self.nodes = _check_nodes(nodes, join)
+        self.tree = Tree.chain(longest) if join == "replace" else model.tree.joined(lookup.tree.depth, nodes)
         self.threshold = _check_threshold(threshold, lookup.min_n, lookup.max_n)
         self.has_pending_rows = model.has_pending_rows
         self.draft_window = check_window("Beside", model.draft_window, self.tree)
@@ -97,7 +108,8 @@ class Beside(Drafter):
             check_layer_windows("Beside: a layer of the head", model.head.config, self.tree)
 
     def __repr__(self) -> str:
-        return f"Beside({self.model!r}, {self.lookup!r}, {self.join!r}, threshold={self.threshold})"
+        nodes = "" if self.nodes is None else f", nodes={self.nodes}"
+        return f"Beside({self.model!r}, {self.lookup!r}, {self.join!r}, threshold={self.threshold}{nodes})"
 
     @property
     def advice(self) -> str | None:
@@ -120,7 +132,7 @@ class Beside(Drafter):
         return self._with(self.model.on_mesh(mesh))
 
     def _with(self, model: Drafter) -> Beside:
-        return Beside(model, self.lookup, self.join, threshold=self.threshold)
+        return Beside(model, self.lookup, self.join, threshold=self.threshold, nodes=self.nodes)
 
     def init(self, params: Params, pool: PoolShape) -> BesideState:
         deeper = copy.copy(self.model)
@@ -156,7 +168,10 @@ class Beside(Drafter):
         rates = rates.keep(view, jnp.stack([_chain(source, rates.chains.shape[2]) for source in sources], axis=1), kind)
         is_used = found.length >= (self.threshold or 1)
         if self.join == "beside":
-            return joined(drafted, chain, is_used), rates
+            both = joined(drafted, chain, is_used)
+            if self.tree.nodes < both.tokens.shape[1]:
+                both = keep_best_nodes(both, self.tree.nodes, view.implementation)
+            return both, rates
         if self.threshold is None:
             counts = (jnp.sum(source.valid[:, 1:], axis=1) for source in sources)
             match, head = (expected_length(rate[:, at], count, depth) for at, count in enumerate(counts))
@@ -219,7 +234,7 @@ def joined(drafted: Draft, chain: Draft, is_used: Bool[Array, "batch"]) -> Draft
 
     Its beginning is the longest path of the tree with the same tokens, at least the root. The other tokens become a
     branch below, one node each, with numbers after those of the tree. A node whose token is on the path is padding, so
-    a token that both drafted counts as the model's.
+    a token that both drafted counts as the model's. Such a node has the higher of both scores.
 
     Args:
         drafted: trees of the model.
@@ -232,7 +247,9 @@ def joined(drafted: Draft, chain: Draft, is_used: Bool[Array, "batch"]) -> Draft
     place = jnp.minimum(depth, length)
     agrees = drafted.tokens == jnp.take_along_axis(chain.tokens, place, axis=1)
     agrees &= jnp.take_along_axis(valid, place, axis=1) & (depth <= length) & drafted.valid
-    _, last = longest_accepted_path(agrees, drafted, mask)
+    is_common, last = longest_accepted_path(agrees, drafted, mask)
+    both = jnp.maximum(drafted.scores, jnp.take_along_axis(chain.scores, place, axis=1))
+    drafted = replace(drafted, scores=jnp.where(is_common, both, drafted.scores))
     common = jnp.take_along_axis(depth, last[:, None], axis=1)
     steps = np.arange(1, length + 1)
     is_new = valid[:, 1:] & (steps > common)
@@ -298,6 +315,17 @@ def _check_parts(model: object, lookup: object, join: object) -> None:
             f'Beside: join="replace" expects a model that drafts a chain, got {model.tree}; pass Tree.chain('
             f'{model.tree.depth}) to the model, or join="beside"'
         )
+
+
+def _check_nodes(nodes: int | None, join: str) -> int | None:
+    """Return a number of nodes that a round verifies in each row."""
+    is_int = isinstance(nodes, int) and not isinstance(nodes, bool)
+    if nodes is not None and not (is_int and nodes >= 2 and join == "beside"):
+        raise ValueError(
+            f'Beside: nodes: expected None, or an int >= 2 with join="beside", got {short(nodes)} with join="{join}"; '
+            "leave it out, or change either"
+        )
+    return nodes
 
 
 def _check_threshold(threshold: int | None, least: int, most: int) -> int | None:

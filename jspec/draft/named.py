@@ -17,6 +17,8 @@ from jspec.draft.ngram import NGram
 from jspec.draft.suffix import Suffix
 
 LOOKUPS: Mapping[str, type[NGram | Suffix]] = {"ngram": NGram, "suffix": Suffix}
+# Draft tokens of a look-up that joins a tree: longer chains gain little more in text that is copied, nothing elsewhere.
+LOOKUP_LENGTH = 10
 WITHOUT_WEIGHTS: Mapping[str, Callable[[], Drafter | None]] = {"none": lambda: None, **LOOKUPS}
 EXPECTED = (
     'a Drafter, "ngram", "suffix", a path or hub id (owner/name), a head\'s path with "+suffix" at its end, or None'
@@ -55,7 +57,10 @@ def make_drafter(source: Any, *, dtype: str | None = None, mesh: Mesh | None = N
 
 
 def with_lookup(model: Drafter | None, lookup: str, join: str | None = None) -> Beside:
-    """Return a drafter with a look-up beside a head, whose chain is as long as the head's tree is deep.
+    """Return a drafter with a look-up beside a head.
+
+    The look-up's chain is as long as the head's tree is deep; if it joins the tree, it has at least `LOOKUP_LENGTH`
+    tokens, because copied text is often longer than a head's draft.
 
     Args:
         model: the head.
@@ -67,7 +72,8 @@ def with_lookup(model: Drafter | None, lookup: str, join: str | None = None) -> 
     """
     tree = DEFAULT_TREE if model is None else model.tree
     join = ("replace" if tree.is_chain else "beside") if join is None else join
-    return Beside(model, LOOKUPS[lookup](Tree.chain(tree.depth)), join)  # type: ignore[arg-type]
+    length = tree.depth if join == "replace" else max(tree.depth, LOOKUP_LENGTH)
+    return Beside(model, LOOKUPS[lookup](Tree.chain(length)), join)  # type: ignore[arg-type]
 
 
 def _is_place(source: str) -> bool:

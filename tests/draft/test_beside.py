@@ -20,6 +20,7 @@ from jspec.core.ancestors import longest_accepted_path
 from jspec.core.records import Draft, Verdict
 from jspec.draft import beside, match_rates
 from jspec.draft.base import NoDraft
+from jspec.draft.best_nodes import keep_best_nodes
 from jspec.draft.match_rates import LENGTHS, MatchRates, expected_length, kind_of
 from tests.reference.enumeration import draft_of
 from tests.support import engines, tiny
@@ -115,6 +116,37 @@ def test_continuation_joined_at_another_node_breaks_the_contract(
         check_joined(joined, drafted, chain, is_used)
 
 
+def with_scores_of_paths(record: Draft, rng: np.random.Generator) -> Draft:
+    """Return drafts with random scores, of which none is higher than its parent's and a few are equal."""
+    parents, steps = np.asarray(record.parents), -rng.integers(0, 4, record.tokens.shape) / 4.0
+    scores = np.zeros(parents.shape, np.float32)
+    for node in range(1, parents.shape[1]):
+        scores[:, node] = np.take_along_axis(scores, parents[:, node, None], axis=1)[:, 0] + steps[:, node]
+    return record.replace(scores=on_device(scores))
+
+
+@pytest.mark.parametrize("count", [2, 5, 9, 10])
+def test_kept_nodes_of_a_joined_tree_are_those_of_highest_score_and_their_parents(count: int) -> None:
+    rng = np.random.default_rng(0)
+    drafted, chain, is_used = random_join()
+    joined = beside.joined(with_scores_of_paths(drafted, rng), chain, on_device(is_used))
+    confidence = on_device(rng.random(joined.tokens.shape), jnp.float32)
+    joined = joined.replace(confidence=confidence)
+    kept = jax.jit(keep_best_nodes, static_argnums=1)(joined, count)
+    check_contract(kept)
+    assert kept.tokens.shape == (60, count)
+    for row in range(60):
+        scores, valid = np.asarray(joined.scores)[row], np.asarray(joined.valid)[row]
+        best = sorted(sorted(np.flatnonzero(valid).tolist(), key=lambda node: (-scores[node], node))[:count])
+        nodes = np.flatnonzero(kept.valid[row]).tolist()
+        assert len(nodes) == len(best) and np.all(np.asarray(kept.parents)[row][~np.asarray(kept.valid)[row]] == -1)
+        for name in ("tokens", "scores", "confidence"):
+            mine, every = (np.asarray(getattr(record, name))[row] for record in (kept, joined))
+            assert mine[nodes].tolist() == every[best].tolist(), name
+        parents = [nodes[best.index(int(joined.parents[row, node]))] for node in best[1:]]
+        assert np.asarray(kept.parents)[row, nodes[1:]].tolist() == parents
+
+
 @pytest.mark.parametrize(
     ("depth", "text"), [(4, None), (3, "chain:2 beside chain:3"), (1, "chain:1 beside chain:1"), (0, "none")]
 )
@@ -123,6 +155,10 @@ def test_joined_tree_that_is_cut_is_joined_of_its_cut_parts(depth: int, text: st
     assert (tree.nodes, tree.depth, tree.scratch_rows) == (7, 4, 7)
     assert str(tree.cut(depth)) == (text or str(tree))
     assert Tree.topk(12, 3, 4).joined(1).cut(2) == Tree.topk(12, 3, 4).cut(2).joined(1)
+    limited = Tree.topk(12, 3, 4).joined(6, 10)
+    assert (limited.nodes, limited.depth, str(limited)) == (10, 6, "topk:12,3,4 beside chain:6, 10 nodes")
+    assert limited.cut(2).nodes == 10 and limited.cut(1) == Tree.topk(5, 1, 4).joined(1)
+    assert Tree.chain(2).joined(6, 4).depth == 3 and Tree.chain(2).joined(2, 9) == Tree.chain(2).joined(2)
 
 
 # -- rates of matches
@@ -362,6 +398,8 @@ def eagle3(tree: Tree) -> Eagle3:
             "None or an int from 1 to 4, the look-up's min_n and max_n",
         ),
         (lambda: Beside(eagle3(CHAIN), NGram(min_n=3), threshold=2), "threshold: expected None or an int from 3 to 4"),
+        (lambda: Beside(eagle3(CHAIN), NGram(), "beside", nodes=1), "nodes: expected None, or an int >= 2"),
+        (lambda: Beside(eagle3(CHAIN), NGram(), nodes=4), 'got 4 with join="replace"'),
         (lambda: Beside(eagle3(CHAIN), NGram(), threshold=True), "threshold: expected None or an int from 1"),
         (lambda: Beside(Eagle3(eagle3(CHAIN).head, CHAIN, draft_window=4), NGram(Tree.chain(6))), "an int >= 7"),
     ],
@@ -381,6 +419,7 @@ def test_beside_with_parts_that_do_not_fit_raises(make: Callable[[], Any], messa
             "expects sibling ranks without gaps",
         ),
         (lambda: Beside(eagle3(CHAIN), Suffix(CHAIN, scope="engine", corpus_tokens=64)), "rejection", 'scope="engine"'),
+        (lambda: Beside(eagle3(PAIRS), NGram(), "beside", nodes=6), "traversal", "a choice among drawn tokens changes"),
     ],
 )
 def test_engine_with_beside_and_a_rule_that_does_not_fit_raises(drafter: Any, accept: str, message: str) -> None:
@@ -391,6 +430,8 @@ def test_engine_with_beside_and_a_rule_that_does_not_fit_raises(drafter: Any, ac
 def test_beside_is_shown_with_its_parts_and_keeps_them_when_it_is_changed() -> None:
     drafter = Beside(eagle3(CHAIN), NGram(Tree.chain(4)), threshold=2).with_window(8)
     text = "Beside(Eagle3('chain:3'), NGram('chain:4'), 'replace', threshold=2)"
+    limited = Beside(eagle3(CHAIN), NGram(), "beside", nodes=6).with_window(8)
+    assert limited.tree.nodes == 6 and repr(limited).endswith("'beside', threshold=None, nodes=6)")
     assert repr(drafter) == text and drafter.draft_window == drafter.model.draft_window == 8
     assert (
         drafter.has_pending_rows and drafter.advice == drafter.model.advice and drafter.feature_layers(engines.target())

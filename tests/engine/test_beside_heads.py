@@ -77,7 +77,8 @@ def test_engine_with_a_look_up_beside_a_head_is_lossless_and_accepts_its_tokens(
 ) -> None:
     """Paths through tokens of the look-up are deeper than the head's tree, and the next round reads their features."""
     lookup = NGram("chain:5") if join == "replace" else Suffix("chain:5")
-    drafter = Beside(HEADS[head](engines.target(), tree), lookup, join)
+    limit = 12 if tree == DYNAMIC else None
+    drafter = Beside(HEADS[head](engines.target(), tree), lookup, join, nodes=limit)
     engine = engines.make(engines.target(), drafter=drafter, **OPTIONS)
 
     def make_engine(target: Model, **given: Any) -> AbstractContextManager[Engine]:

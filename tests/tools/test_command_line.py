@@ -138,16 +138,16 @@ def test_drafter_made_from_the_tree_option_has_that_tree(small: dict[str, str], 
     assert make_drafter(options()) is None
 
 
-def test_look_up_beside_a_head_has_the_depth_of_its_tree(small: dict[str, str]) -> None:
+def test_look_up_beside_a_head_has_a_chain_that_fits_their_join(small: dict[str, str]) -> None:
     for given, shown in (
         (dict(lookup="ngram"), "Beside(Eagle('chain:5'), NGram('chain:5'), 'replace', threshold=None)"),
         (
             dict(lookup="suffix", tree="topk:6,2,3"),
-            "Beside(Eagle('topk:6,2,3'), Suffix('chain:2'), 'beside', threshold=None)",
+            "Beside(Eagle('topk:6,2,3'), Suffix('chain:10'), 'beside', threshold=None)",
         ),
         (
             dict(lookup="suffix", tree="chain:2", join="beside"),
-            "Beside(Eagle('chain:2'), Suffix('chain:2'), 'beside', threshold=None)",
+            "Beside(Eagle('chain:2'), Suffix('chain:10'), 'beside', threshold=None)",
         ),
     ):
         assert repr(make_drafter(options(eagle=small["eagle"], **given))) == shown

@@ -16,6 +16,7 @@ from jspec import Tree
 from jspec.core.ancestors import ancestors
 from jspec.core.records import Draft
 from jspec.draft.beside import joined, replaced
+from jspec.draft.best_nodes import keep_best_nodes
 from jspec.verify import rejection
 from jspec.verify.multi_candidate import multi_candidate_accept
 from jspec.verify.rejection import rejection_accept
@@ -123,6 +124,18 @@ def test_rule_with_a_joined_continuation_emits_the_target_distribution(rule: str
             np.testing.assert_allclose(emitted(rule, draft, weight, target), joint(target), atol=1e-6)
 
 
+def test_multi_candidate_with_the_best_nodes_of_a_joined_tree_emits_the_target_distribution() -> None:
+    """Nothing was drawn, so any choice among nodes is exact. The scores of the nodes differ from draft to draft."""
+    for name in ("star", "pairs"):
+        target, drafted, weight = case(name, 1)
+        drafted, nodes = drafted.replace(probs=None, scores=scores_of(drafted)), TREES[name].nodes
+        for tokens in CONTINUATIONS[::3]:
+            draft = joined(drafted, *found_of(tokens, len(weight)))
+            kept = keep_best_nodes(draft, nodes)
+            assert kept.valid.sum() < draft.valid.sum() and (kept.valid[:, 1:].sum(axis=1) >= 1).all()
+            np.testing.assert_allclose(emitted("multi_candidate", kept, weight, target), joint(target), atol=1e-6)
+
+
 @pytest.mark.parametrize("rule", ["rejection", "traversal"])
 @pytest.mark.parametrize(("head", "tokens"), [(2, (1,)), (1, (2, 0)), (2, (0, 1))])
 def test_rule_with_a_replaced_chain_emits_the_target_distribution(
@@ -141,6 +154,31 @@ def test_rule_with_a_replaced_chain_emits_the_target_distribution(
 
 
 # -- negative controls
+
+
+def scores_of(drafted: Draft) -> Array:
+    """Return the scores of nodes by their own drawn probabilities, as a head gives them."""
+    probs, parents, tokens = (np.asarray(field) for field in (drafted.probs, drafted.parents, drafted.tokens))
+    scores = np.zeros(tokens.shape, np.float32)
+    for row, node in itertools.product(range(len(tokens)), range(1, tokens.shape[1])):
+        parent = parents[row, node]
+        scores[row, node] = scores[row, parent] + np.log(probs[row, parent, tokens[row, node]])
+    return on_device(scores)
+
+
+@pytest.mark.parametrize("rule", ["rejection", "traversal"])
+def test_choice_among_drawn_nodes_by_their_scores_is_lossy(rule: str) -> None:
+    """Of a drawn token the likely ones are kept, so the rule accepts them too often. Therefore `Beside` refuses it."""
+    target, drafted, weight = case("chain", 1)
+    drafted = drafted.replace(scores=scores_of(drafted))
+    draft = joined(drafted, *found_of((0, 1), len(weight)))
+    with pytest.raises(ValueError, match="a choice among drawn tokens changes the output"):
+        keep_best_nodes(draft, 2)
+    chosen = keep_best_nodes(draft.replace(probs=None, drawn=None), 2)
+    at_node = np.argmax((np.asarray(draft.tokens) == np.asarray(chosen.tokens)[:, 1:]) & (draft.parents == 0), axis=1)
+    drawn = on_device(np.stack([np.ones(len(weight), bool), at_node < TREES["chain"].nodes], axis=1))
+    kept = chosen.replace(probs=draft.probs[:, :2], drawn=drawn)
+    assert distance(emitted(rule, kept, weight, target), joint(target)) > 0.01
 
 
 @pytest.mark.parametrize("rule", ["rejection", "traversal"])
