@@ -20,6 +20,7 @@ FLOORS = (  # from the lowest floor up; rooms on one floor do not import each ot
     ("jspec.step",),
     ("jspec.engine",),
     ("jspec.server", "jspec.train"),
+    ("jspec.rollouts",),
     ("jspec.tools",),
 )
 SUB_FLOORS = {  # of packages that are divided, from the lowest floor up

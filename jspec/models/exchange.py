@@ -54,7 +54,15 @@ class Arrays(Source):
         """Do nothing: a program cannot compare values, and a trainer with tied weights has one array for both."""
 
 
-def from_names(arrays: Mapping[str, Any], config: ModelConfig, dtype: str) -> Model:
+Form = Callable[[str, Any], Any]  # stored name, array -> array in the layout of a checkpoint
+
+
+def as_is(name: str, array: Any) -> Any:
+    """Return an array that has the layout of a checkpoint."""
+    return array
+
+
+def from_names(arrays: Mapping[str, Any], config: ModelConfig, dtype: str, form: Form = as_is) -> Model:
     """Make a model from arrays by the names of a Hugging Face checkpoint of its family.
 
     Args:
@@ -62,6 +70,7 @@ def from_names(arrays: Mapping[str, Any], config: ModelConfig, dtype: str) -> Mo
             checkpoint with an image encoder. Those of layers that predict further tokens are left out.
         config: config of the model.
         dtype: dtype of the parameters.
+        form: function of a stored name and an array that brings the array into the layout of a checkpoint.
 
     Returns:
         The model, none of whose buffers is one of ``arrays``.
@@ -69,18 +78,20 @@ def from_names(arrays: Mapping[str, Any], config: ModelConfig, dtype: str) -> Mo
     Raises:
         ValueError: names, shapes or dtypes are not those of the config.
     """
-    rows, fill = _reader(config, dtype, tuple(sorted(arrays)))
+    rows, fill = _reader(config, dtype, tuple(sorted(arrays)), form)
     arrays = {name: array for name, array in arrays.items() if not _is_later(name, config)}
-    huggingface.check(rows, Arrays(arrays).tensors)
+    huggingface.check(rows, Arrays(jax.eval_shape(partial(_formed, form), arrays)).tensors)
     return Model.from_weights(config, orbax.unflatten(fill(arrays), {}))
 
 
 @lru_cache(maxsize=8)
-def _reader(config: ModelConfig, dtype: str, stored: tuple[str, ...]) -> tuple[Sequence[MapRow], Callable[..., Any]]:
+def _reader(
+    config: ModelConfig, dtype: str, stored: tuple[str, ...], form: Form
+) -> tuple[Sequence[MapRow], Callable[..., Any]]:
     """Return the weight map of stored names, and a program that fills it, compiled once for arrays of equal shapes."""
     names = {name: each for name, each in text_names(stored).items() if not _is_later(each, config)}
     rows = renamed(families.family_of(config.family).weights(config, names), names)
-    return rows, jax.jit(partial(_filled, rows, dtype))
+    return rows, jax.jit(partial(_filled, rows, dtype, form))
 
 
 def joined_like(model: Model, other: Model) -> Model:
@@ -100,7 +111,11 @@ def _is_later(name: str, config: ModelConfig) -> bool:
     return bool(LATER_TENSORS.fullmatch(bare)) or (layer is not None and int(layer[1]) >= config.num_layers)
 
 
-def _filled(rows: Iterable[MapRow], dtype: str, arrays: Mapping[str, Any]) -> dict[str, Any]:
+def _formed(form: Form, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: form(name, array) for name, array in arrays.items()}
+
+
+def _filled(rows: Iterable[MapRow], dtype: str, form: Form, arrays: Mapping[str, Any]) -> dict[str, Any]:
     """Return the parameters of a weight map by name."""
-    source = Arrays(arrays)
+    source = Arrays(_formed(form, arrays))
     return {row.parameter: row.fill(source, row, row.dtype or dtype) for row in rows}

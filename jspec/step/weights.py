@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, SingleDeviceSharding
 
 from jspec.core.config import EngineConfig
 from jspec.draft.base import Drafter
@@ -28,10 +28,19 @@ logger = logging.getLogger(__name__)
 
 
 def on_devices(target: Model, config: EngineConfig, mesh: Mesh | None) -> Model:
-    """Return a target with the rotary embedding of the engine's ``max_len``, divided over its mesh and quantised."""
+    """Return a target with the rotary embedding of the engine's ``max_len``, divided over its mesh and quantised.
+
+    Without a mesh, arrays that are divided over devices, such as a trainer's, come to the default device.
+    """
     target = for_length(target, config.max_len)
-    target = target if mesh is None else place(target, mesh)
+    target = jax.tree.map(_on_one, target) if mesh is None else place(target, mesh)
     return target if config.quantize is None else quantize_weights(target, config.quantize)
+
+
+def _on_one(leaf: Any) -> Any:
+    if not isinstance(leaf, jax.Array) or isinstance(leaf.sharding, SingleDeviceSharding):
+        return leaf
+    return jax.device_put(leaf, jax.config.jax_default_device or jax.local_devices()[0])  # type: ignore[attr-defined]
 
 
 def bound(target: Model, drafter: Drafter, config: EngineConfig, mesh: Mesh | None) -> Params:

@@ -28,7 +28,11 @@ OPTIONS: dict[str, Any] = {"xla_allow_excess_precision": False}  # as determinis
 
 
 def log_probs(
-    model: Model, tokens: Int[Array, "rows size"], lengths: Int[Array, "rows"] | None = None
+    model: Model,
+    tokens: Int[Array, "rows size"],
+    lengths: Int[Array, "rows"] | None = None,
+    *,
+    temperature: float = 1.0,
 ) -> Float[Array, "rows size"]:
     """Return the log-probability of each token after the tokens before it, as a deterministic engine computes it.
 
@@ -44,6 +48,8 @@ def log_probs(
         model: an unquantised model on one device.
         tokens: token ids, rows padded behind with any ids.
         lengths: number of tokens of each row; None: all.
+        temperature: number above 0 by which the logits are divided, as an engine with
+            ``logprobs_mode="processed_logprobs"`` divides them for a request of this temperature.
 
     Returns:
         float32 values; 0 for each row's first token and for padding.
@@ -64,31 +70,31 @@ def log_probs(
     segments = (jnp.arange(padded.shape[1]) < counts[:, None]).astype(jnp.int32)
     rows = Rows(tokens=padded, segments=segments, counted=segments > 0)
     is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((model, rows)))
-    return (_checked if is_traced else _compiled)(model, rows)[:, :size]
+    return (_checked if is_traced else _compiled)(model, rows, jnp.float32(temperature))[:, :size]
 
 
 @jax.custom_vjp
-def _log_probs(model: Model, rows: Rows) -> Float[Array, "rows size"]:
-    return _computed(model, rows, DETERMINISTIC)
+def _log_probs(model: Model, rows: Rows, temperature: Float[Array, ""]) -> Float[Array, "rows size"]:
+    return _computed(model, rows, temperature, DETERMINISTIC)
 
 
-def _forward(model: Model, rows: Rows) -> tuple[Array, tuple[Model, Rows]]:
-    return _log_probs(model, rows), (model, rows)
+def _forward(model: Model, rows: Rows, temperature: Array) -> tuple[Array, tuple[Model, Rows, Array]]:
+    return _log_probs(model, rows, temperature), (model, rows, temperature)
 
 
-def _backward(kept: tuple[Model, Rows], gradient: Array) -> tuple[Model, None]:
-    model, rows = kept
-    _, pull = jax.vjp(lambda weights: _computed(weights, rows, REFERENCE), model)
-    return pull(gradient)[0], None
+def _backward(kept: tuple[Model, Rows, Array], gradient: Array) -> tuple[Model, None, None]:
+    model, rows, temperature = kept
+    _, pull = jax.vjp(lambda weights: _computed(weights, rows, temperature, REFERENCE), model)
+    return pull(gradient)[0], None, None
 
 
 _log_probs.defvjp(_forward, _backward)
 _compiled = jax.jit(_log_probs, compiler_options=OPTIONS)
 
 
-def _checked(model: Model, rows: Rows) -> Float[Array, "rows size"]:
+def _checked(model: Model, rows: Rows, temperature: Float[Array, ""]) -> Float[Array, "rows size"]:
     """Return the values, NaN if the program that is compiled around may leave out roundings to the model's dtype."""
-    values = _log_probs(model, rows)
+    values = _log_probs(model, rows, temperature)
     if model.dtype == jnp.float32:
         return values
     dtype = model.dtype
@@ -97,7 +103,7 @@ def _checked(model: Model, rows: Rows) -> Float[Array, "rows size"]:
     return jnp.where(is_rounded, values, jnp.nan)
 
 
-def _computed(model: Model, rows: Rows, numerics: Numerics) -> Float[Array, "rows size"]:
+def _computed(model: Model, rows: Rows, temperature: Float[Array, ""], numerics: Numerics) -> Float[Array, "rows size"]:
     batch = blocks_of(rows, numerics)
     pages, dtype = batch.tokens.shape[0] + 1, str(model.dtype)
     pool = PoolShape(1, pages, ALIGN, rows.tokens.shape[1], dtype, dtype)
@@ -107,7 +113,10 @@ def _computed(model: Model, rows: Rows, numerics: Numerics) -> Float[Array, "row
     assert out.features is not None
     normed = out.features.reshape(-1, out.features.shape[-1])
     chosen = of_rows(
-        normed, ahead(rows.tokens, 1).reshape(-1), lambda block: model.logits_of(block, numerics), numerics
+        normed,
+        ahead(rows.tokens, 1).reshape(-1),
+        lambda block: model.logits_of(block, numerics) / temperature,
+        numerics,
     ).chosen
     follows = jnp.where(rows.reaches(1), chosen.reshape(rows.tokens.shape), 0.0)
     return behind(follows, 1)
