@@ -70,12 +70,10 @@ def load(predictions: Predictions, packed: Int[Array, "packed"]) -> Predictions:
 
 @struct.dataclass
 class Places:
-    """How far the output of each slot has come in its prediction."""
+    """How far the output of each slot has come in its prediction; between rounds both fields are equal."""
 
     reached: Int[Array, "slots"]  # the place: number of predicted tokens before it
-    tried: Int[
-        Array, "slots"
-    ]  # number of predicted tokens before those that this round drafts; between rounds: reached
+    tried: Int[Array, "slots"]  # number of predicted tokens before those that this round drafts
 
     @classmethod
     def new(cls, slots: int) -> Self:
@@ -84,9 +82,7 @@ class Places:
 
     def forget(self, slots: Int[Array, "pieces"]) -> Self:
         """Return the places where those of some slots are at the beginning."""
-        return replace(
-            self, reached=self.reached.at[slots].set(0, mode="drop"), tried=self.tried.at[slots].set(0, mode="drop")
-        )
+        return self._written(slots, jnp.zeros_like(slots))
 
     def follow(self, view: SlotView, verdict: Verdict) -> Self:
         """Return the places after the tokens that a round emitted.
@@ -95,19 +91,17 @@ class Places:
         """
         assert view.predictions is not None
         tried, reached = (_rows(field, view, 0) for field in (self.tried, self.reached))
-        steps = jnp.arange(verdict.tokens.shape[1])
-        predicted = view.predictions.tokens.at[view.slots[:, None], tried[:, None] + steps].get(
-            mode="fill", fill_value=GAP
-        )
+        steps = np.arange(verdict.tokens.shape[1])
+        places = view.slots[:, None], tried[:, None] + steps
+        predicted = view.predictions.tokens.at[places].get(mode="fill", fill_value=GAP)
         agrees = (verdict.tokens == predicted) & (predicted >= 0)
         count = jnp.min(jnp.where(agrees, len(steps), steps), axis=1)
         reached = jnp.where(count > 0, tried + count, reached)
-        slots = active_slots(view, len(self.reached))
-        return replace(
-            self,
-            reached=self.reached.at[slots].set(reached, mode="drop"),
-            tried=self.tried.at[slots].set(reached, mode="drop"),
-        )
+        return self._written(active_slots(view, len(self.reached)), reached)
+
+    def _written(self, slots: Int[Array, "batch"], reached: Int[Array, "batch"]) -> Self:
+        """Return the places where those of some slots are other ones."""
+        return type(self)(*(field.at[slots].set(reached, mode="drop") for field in (self.reached, self.tried)))
 
 
 class BestMatches(NamedTuple):
@@ -139,29 +133,41 @@ def with_predicted(
     Returns:
         The best M of all matches, and the places with those that this round tries.
     """
-    assert view.predictions is not None
     max_n, (depth, count) = query.shape[1], tokens.shape[1:]
-    reached, start = (_rows(field, view, 0) for field in (places.reached, view.predictions.starts))
-    before = jnp.full((len(reached), max_n), START)  # the first predicted token has position max_n
-    text = jnp.concatenate([before, _rows(view.predictions.tokens, view, GAP)], axis=1)
-    size = jnp.where(view.active, view.lengths - start + 1, max_n)[:, None]  # number of the output's tokens
-    query = jnp.where(np.arange(max_n) < size, query, START)
-    place = reached + max_n - 1
-    predicted = find_ngram_matches(text, query, min_n=min_n, count=count, place=place)
-    is_match = predicted.longest > 0
-    ends = predicted.ends.at[:, 0].set(jnp.where(is_match | ~view.active, predicted.ends[:, 0], place))
+    text, predicted = _find(places, view, query, min_n, count)
     ranks = jnp.concatenate([2 * predicted.lengths + 1, 2 * matches.lengths], axis=1)
     best = jnp.argsort(-ranks, axis=1, stable=True)[:, :count]
-    both = jnp.concatenate([continuations(text, ends, depth), tokens], axis=2)
-    is_best = is_match & (best[:, 0] == 0)
+    both = jnp.concatenate([continuations(text, predicted.ends, depth), tokens], axis=2)
+    is_best = (predicted.longest > 0) & (best[:, 0] == 0)
     joined = BestMatches(
         tokens=jnp.take_along_axis(both, best[:, None], axis=2),
         longest=jnp.maximum(predicted.longest, matches.longest),
         weights=jnp.ones_like(best).at[:, 0].set(jnp.where(is_best, count, 1)),
     )
-    tried = jnp.where(is_best, ends[:, 0] + 1 - max_n, reached)
+    tried = jnp.where(is_best, predicted.ends[:, 0] + 1 - max_n, _rows(places.reached, view, 0))
     slots = active_slots(view, len(places.tried))
     return joined, replace(places, tried=places.tried.at[slots].set(tried, mode="drop"))
+
+
+def _find(
+    places: Places, view: SlotView, query: Int[Array, "batch max_n"], min_n: int, count: int
+) -> tuple[Int[Array, "batch positions"], Matches]:
+    """Find the best matches in the predictions; instead of none, one of length 0 before the tokens at the place.
+
+    Returns:
+        The searched texts, in which the first predicted token has position ``max_n``, and the matches.
+    """
+    assert view.predictions is not None
+    max_n = query.shape[1]
+    reached, start = (_rows(field, view, 0) for field in (places.reached, view.predictions.starts))
+    before = jnp.full((len(reached), max_n), START)
+    text = jnp.concatenate([before, _rows(view.predictions.tokens, view, GAP)], axis=1)
+    size = jnp.where(view.active, view.lengths - start + 1, max_n)[:, None]  # number of the output's tokens
+    query = jnp.where(np.arange(max_n) < size, query, START)
+    place = reached + max_n - 1
+    found = find_ngram_matches(text, query, min_n=min_n, count=count, place=place)
+    first = jnp.where((found.longest > 0) | ~view.active, found.ends[:, 0], place)
+    return text, found._replace(ends=found.ends.at[:, 0].set(first))
 
 
 def _rows(field: Int[Array, "slots ..."], view: SlotView, padding: int) -> Int[Array, "batch ..."]:

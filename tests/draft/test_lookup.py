@@ -198,10 +198,11 @@ def test_lookup_drafter_with_a_fault_in_predictions_drafts_other_tokens_than_the
         run_random_requests(drafter, predicted=12)
 
 
+@pytest.mark.parametrize("places", [None, (0, 20, 52)])
 @pytest.mark.parametrize("groups", [None, 8])
 @pytest.mark.parametrize("texts", [1, 3])
 def test_ngram_search_on_random_texts_finds_the_best_match_of_each_group(
-    texts: int, groups: int | None, monkeypatch: pytest.MonkeyPatch
+    texts: int, groups: int | None, places: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if groups is not None:
         monkeypatch.setattr(matches, "GROUPS", groups)
@@ -211,22 +212,29 @@ def test_ngram_search_on_random_texts_finds_the_best_match_of_each_group(
     query[0, 2] = lookup.UNKNOWN
     lost = 0
     preferred = np.array([[10, 20], [0, 53], [40, 44]])
-    ends, longest, lengths = lookup.find_ngram_matches(
-        on_device(text), on_device(query), min_n=2, count=7, preferred=on_device(preferred)
+    options = dict(
+        min_n=2, count=7, preferred=on_device(preferred), place=None if places is None else on_device(places)
     )
+    ends, longest, lengths = lookup.find_ngram_matches(on_device(text), on_device(query), **options)
+
+    def order(end: int, row: int) -> int:
+        if places is None:
+            return end
+        return places[row] - end - 1000 * (end < places[row])  # at the place first, then those after it
+
     for row in range(3):
         line, asked = text[row % texts].tolist(), query[row].tolist()
         scored = sorted(
-            (length, preferred[row, 0] <= end < preferred[row, 1], end)
+            (length, preferred[row, 0] <= end < preferred[row, 1], order(end, row), end)
             for end in range(52)
             if (length := length_at(line, end, asked)) >= 2 and line[end + 1] >= 0
         )
-        kept = {end % (groups or 53): (length, own, end) for length, own, end in scored}  # the last one wins
+        kept = {match[-1] % (groups or 53): match for match in scored}  # the last one wins
         kept_best = sorted(kept.values(), reverse=True)[:7]
-        best = [end for _, _, end in kept_best]
+        best = [end for *_, end in kept_best]
         assert ends[row].tolist() == best + [-1] * (7 - len(best))
-        assert longest[row] == max((length for length, _, _ in scored), default=0)
-        assert lengths[row].tolist() == [length for length, _, _ in kept_best] + [0] * (7 - len(best))
+        assert longest[row] == max((length for length, *_ in scored), default=0)
+        assert lengths[row].tolist() == [length for length, *_ in kept_best] + [0] * (7 - len(best))
         lost += len(scored) - len(kept)
     assert (lost > 0) == (groups is not None)
 

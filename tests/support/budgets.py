@@ -32,7 +32,7 @@ BUDGETS = {
     "tests/engine/test_output_processor.py": 9,
     "tests/engine/test_packed_prompts.py": 58,
     "tests/engine/test_penalties_decoding.py": 9,
-    "tests/engine/test_predictions.py": 40,
+    "tests/engine/test_predictions.py": 26,
     "tests/engine/test_prefix.py": 53,
     "tests/engine/test_program_choice.py": 91,
     "tests/engine/test_replicas.py": 14,
