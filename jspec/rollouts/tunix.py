@@ -76,6 +76,12 @@ class JspecRollout(BaseRollout):
             raise TypeError(f"generate: expected no other options, got {', '.join(kwargs)}")
         self._temperature = rollout_config.temperature
         ids = [self._encode(prompt) for prompt in prompts]
+        needed = max(map(len, ids)) + rollout_config.max_tokens_to_generate
+        if needed > self.engine.config.max_len:
+            raise ValueError(
+                f"generate: expected at most {self.engine.config.max_len} tokens with a prompt's completion, got "
+                f"{needed}; raise max_prompt_length of the rollout's config, or pass max_len= to JspecRollout"
+            )
         completions = self.engine.generate(ids, [self._params(rollout_config, row) for row in range(len(ids))])
         self._num_calls += 1
         for completion in completions:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jspec.core.config import EngineConfig
 from jspec.core.shorten import short
@@ -16,7 +18,8 @@ from jspec.draft.mtp import MTP
 from jspec.models import exchange, load
 from jspec.models.decoder import Model
 from jspec.step.program import Params, Program
-from jspec.step.weights import bound, check_config, check_live, check_shapes, on_devices, without
+from jspec.step.weights import bound, check_config, check_live, check_shapes, on_devices, once, without
+from jspec.step.weights_off_devices import arrays_of, back_on_devices, with_arrays
 
 WeightSource = Model | Mapping[str, Any] | str | os.PathLike[str]
 
@@ -41,18 +44,32 @@ def new_weights(
     Raises:
         TypeError, ValueError: the weights or the drafter are not like the engine's.
     """
-    check_live(weights if isinstance(weights, (Model, Mapping)) else ())
+    check_live("weights", weights if isinstance(weights, (Model, Mapping)) else ())
     proposes = _drafter_of(drafter, program, config)
-    model = exchange.joined_like(_model_of(weights, program, old, config), old.main)
+    check_live("drafter", arrays_of(proposes))
+    if copy and isinstance(drafter, Drafter):
+        proposes = with_arrays(proposes, once(jnp.copy))
+    proposes, _ = back_on_devices(proposes, Params(target=None, draft=()))  # they may be on the host
+    model = _in_form(_model_of(weights, program, old, config), old, program.mesh)
     target = on_devices(model, config, program.mesh)
     check_config(target, old.main)
     params = bound(target, proposes, config, program.mesh)
     check_shapes(params, old)
-    if copy:
-        sources: list[Any] = [weights] if isinstance(weights, Model) else []
-        sources += [] if proposes is program.drafter else [jax.tree.leaves(vars(proposes))]
-        params = without(params, sources)
+    if copy and isinstance(weights, Model):
+        params = without(params, weights)
     return proposes, jax.block_until_ready(params)
+
+
+def _in_form(model: Model, old: Params, mesh: Mesh | None) -> Model:
+    """Return a model with the dtype of the engine's target, on its device if it has one, and with experts as there."""
+    dtype, own = old.main.dtype, model.dtype
+    (sharding, *_) = (leaf.sharding for leaf in jax.tree.leaves(old.main))
+
+    def converted(leaf: Any) -> Any:
+        leaf = leaf.astype(dtype) if leaf.dtype == own != dtype else leaf
+        return leaf if mesh is not None else jax.device_put(leaf, sharding)
+
+    return exchange.joined_like(jax.tree.map(converted, model), old.main)
 
 
 def _model_of(weights: WeightSource, program: Program, old: Params, config: EngineConfig) -> Model:

@@ -138,7 +138,7 @@ class Side:
 
     def sleep(self) -> None:
         """Free the device memory of the state, except the texts of earlier requests, which come to the host."""
-        self._kept = jax.device_get(states_with_corpus(self.state.draft))
+        self._kept = jax.tree.map(np.array, states_with_corpus(self.state.draft))  # copies, also on a CPU
         delete_buffers(self.state, None)
         self._drop_state()
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from jspec.core.config import EngineConfig
@@ -90,19 +89,19 @@ def check_shapes(new: Params, old: Params) -> None:
         raise ValueError(_refusal("a drafter of the same config and tree", "another"))
 
 
-def check_live(weights: Any) -> None:
+def check_live(name: str, tree: Any) -> None:
     """Raise a ValueError if arrays of a tree were deleted, because their owner donated them to a program."""
-    if any(leaf.is_deleted() for leaf in jax.tree.leaves(weights) if isinstance(leaf, jax.Array)):
+    if any(leaf.is_deleted() for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)):
         raise ValueError(
-            "update_weights: expected arrays, got some that were deleted, because they were donated to a program; pass "
-            "the arrays that the program returned"
+            f"update_weights: {name}: expected arrays, got some that were deleted, because they were donated to a "
+            "program; pass the arrays that the program returned"
         )
 
 
 def without(params: Params, others: Any) -> Params:
     """Return weights that share no buffer with the arrays of other trees: those that do are copied."""
     taken = {buffer for leaf in jax.tree.leaves(others) for buffer in _buffers(leaf)}
-    return _mapped(lambda leaf: leaf if taken.isdisjoint(_buffers(leaf)) else jnp.copy(leaf), params)
+    return jax.tree.map(once(lambda leaf: leaf if taken.isdisjoint(_buffers(leaf)) else jnp.copy(leaf)), params)
 
 
 def _buffers(leaf: Any) -> list[int]:
@@ -112,50 +111,18 @@ def _buffers(leaf: Any) -> list[int]:
     return [part.data.unsafe_buffer_pointer() for part in leaf.addressable_shards]
 
 
-def placed_shapes(params: Params) -> Params:
-    """Return the shapes of weights with their devices; arrays that are shared in the tree are shared shapes."""
-    return _mapped(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), params)
+def once(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a function that is called once for an array that is shared in a tree, and leaves other leaves as is."""
+    made: dict[int, tuple[Any, Any]] = {}  # with the array, so that no other gets its id
 
-
-def on_host(params: Params) -> Params:
-    """Return weights as numpy arrays; arrays that are shared in the tree stay shared."""
-    return _mapped(np.asarray, params)
-
-
-def on_devices_again(params: Params, shapes: Params) -> Params:
-    """Return weights on the devices of `placed_shapes`; those that are there already stay.
-
-    Raises:
-        RuntimeError: there are shapes in place of weights.
-    """
-    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
-        raise RuntimeError(
-            'wake_up: expected weights, but sleep(weights="drop") dropped them; call update_weights(weights) first'
-        )
-    made: dict[int, Any] = {}
-
-    def put(leaf: Any, shape: jax.ShapeDtypeStruct) -> Any:
-        if isinstance(leaf, jax.Array):
+    def call(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array):
             return leaf
         if id(leaf) not in made:
-            made[id(leaf)] = jax.device_put(leaf, shape.sharding)
-        return made[id(leaf)]
+            made[id(leaf)] = leaf, function(leaf)
+        return made[id(leaf)][1]
 
-    return jax.tree.map(put, params, shapes)
-
-
-def _mapped(function: Callable[[Any], Any], tree: Params) -> Params:
-    """Return a function of each leaf of a tree, called once for a leaf that is shared; shapes stay."""
-    made: dict[int, Any] = {}
-
-    def once(leaf: Any) -> Any:
-        if isinstance(leaf, jax.ShapeDtypeStruct):
-            return leaf
-        if id(leaf) not in made:
-            made[id(leaf)] = function(leaf)
-        return made[id(leaf)]
-
-    return jax.tree.map(once, tree)
+    return call
 
 
 def _leaves(params: Params) -> Mapping[str, str]:
@@ -167,7 +134,8 @@ def _leaves(params: Params) -> Mapping[str, str]:
 def _text(leaf: Any) -> str:
     sharding = getattr(leaf, "sharding", None)
     spec = getattr(sharding, "spec", None)
-    return f"{leaf.dtype}{list(leaf.shape)}{'' if spec is None else f' {tuple(spec)}'}"
+    devices = "" if sharding is None else f" on {sorted(device.id for device in sharding.device_set)}"
+    return f"{leaf.dtype}{list(leaf.shape)}{'' if spec is None else f' {tuple(spec)}'}{devices}"
 
 
 def _first(names: list[str]) -> str:

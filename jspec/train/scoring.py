@@ -8,6 +8,7 @@ which computes its activations again, as rematerialisation does.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -42,7 +43,8 @@ def log_probs(
 
     In a program of the caller's own, such as a jitted loss, XLA may leave out roundings to bfloat16, and then the bits
     differ. So compile it with ``jax.jit(loss, compiler_options=jspec.train.OPTIONS)``; without these options the values
-    of a model in bfloat16 or float16 are NaN.
+    and gradients of a model in bfloat16 or float16 are NaN. Outside of a program they are computed with the options. A
+    model with longrope must have the config that the engine has for its ``max_len`` (`ModelConfig.for_length`).
 
     Args:
         model: an unquantised model on one device.
@@ -63,19 +65,27 @@ def log_probs(
     if not all(layer.mixer.has_pages for layer in model.config.layers):
         raise NotImplementedError("log_probs: expected a target of attention layers, got one with recurrent states")
     check_deterministic(model, "auto")
+    if jnp.ndim(tokens) != 2 or 0 in jnp.shape(tokens) or not jnp.issubdtype(jnp.asarray(tokens).dtype, jnp.integer):
+        raise ValueError(
+            f"log_probs: tokens: expected ids [rows, size], at least one, got {jnp.asarray(tokens).dtype} of shape "
+            f"{jnp.shape(tokens)}"
+        )
+    if lengths is not None and jnp.shape(lengths) != jnp.shape(tokens)[:1]:
+        raise ValueError(f"log_probs: lengths: expected one a row, {len(tokens)}, got shape {jnp.shape(lengths)}")
     tokens = jnp.asarray(tokens, jnp.int32)
     size = tokens.shape[1]
     counts = jnp.full(len(tokens), size) if lengths is None else jnp.asarray(lengths)
     padded = jnp.pad(tokens, ((0, 0), (0, -size % ALIGN)))
     segments = (jnp.arange(padded.shape[1]) < counts[:, None]).astype(jnp.int32)
     rows = Rows(tokens=padded, segments=segments, counted=segments > 0)
-    is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((model, rows)))
-    return (_checked if is_traced else _compiled)(model, rows, jnp.float32(temperature))[:, :size]
+    return _log_probs(model, rows, jnp.float32(temperature))[:, :size]
 
 
 @jax.custom_vjp
 def _log_probs(model: Model, rows: Rows, temperature: Float[Array, ""]) -> Float[Array, "rows size"]:
-    return _computed(model, rows, temperature, DETERMINISTIC)
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((model, rows))):
+        return _computed(model, rows, temperature, DETERMINISTIC) * _one_if_rounded(model.dtype)
+    return _compiled(model, rows, temperature)
 
 
 def _forward(model: Model, rows: Rows, temperature: Array) -> tuple[Array, tuple[Model, Rows, Array]]:
@@ -85,22 +95,18 @@ def _forward(model: Model, rows: Rows, temperature: Array) -> tuple[Array, tuple
 def _backward(kept: tuple[Model, Rows, Array], gradient: Array) -> tuple[Model, None, None]:
     model, rows, temperature = kept
     _, pull = jax.vjp(lambda weights: _computed(weights, rows, temperature, REFERENCE), model)
-    return pull(gradient)[0], None, None
+    return pull(gradient * _one_if_rounded(model.dtype))[0], None, None
 
 
 _log_probs.defvjp(_forward, _backward)
-_compiled = jax.jit(_log_probs, compiler_options=OPTIONS)
 
 
-def _checked(model: Model, rows: Rows, temperature: Float[Array, ""]) -> Float[Array, "rows size"]:
-    """Return the values, NaN if the program that is compiled around may leave out roundings to the model's dtype."""
-    values = _log_probs(model, rows, temperature)
-    if model.dtype == jnp.float32:
-        return values
-    dtype = model.dtype
+def _one_if_rounded(dtype: Any) -> Float[Array, ""]:
+    """Return 1, or NaN if the program that is compiled around may leave out roundings to the dtype."""
+    if dtype == jnp.float32:
+        return jnp.ones(())
     one, little = jax.lax.optimization_barrier((jnp.ones((), dtype), jnp.asarray(jnp.finfo(dtype).eps / 4, dtype)))
-    is_rounded = (one + little).astype(jnp.float32) == 1
-    return jnp.where(is_rounded, values, jnp.nan)
+    return jnp.where((one + little).astype(jnp.float32) == 1, 1.0, jnp.nan)
 
 
 def _computed(model: Model, rows: Rows, temperature: Float[Array, ""], numerics: Numerics) -> Float[Array, "rows size"]:
@@ -120,3 +126,6 @@ def _computed(model: Model, rows: Rows, temperature: Float[Array, ""], numerics:
     ).chosen
     follows = jnp.where(rows.reaches(1), chosen.reshape(rows.tokens.shape), 0.0)
     return behind(follows, 1)
+
+
+_compiled = jax.jit(partial(_computed, numerics=DETERMINISTIC), compiler_options=OPTIONS)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
@@ -183,6 +184,78 @@ def test_pages_of_a_kept_request_are_not_shared_with_later_ones(
     assert not run(), "control: without a salt the kept request's pages continue those of the new weights"
 
 
+def test_weights_of_another_dtype_or_device_come_to_those_of_the_engine(engine: Engine, new: Engine) -> None:
+    halves = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), new_target())
+    elsewhere = jax.device_put(new_target(), jax.devices()[1])
+    wanted = tokens(new)
+    for weights in (elsewhere, jax.tree.map(np.asarray, new_target())):
+        engine.update_weights(old_target())
+        engine.update_weights(weights)
+        assert tokens(engine) == wanted
+    engine.update_weights(halves)
+    norm = engine.core.runner.params.main.norm
+    np.testing.assert_array_equal(norm, halves.norm.astype(jnp.float32))
+    assert norm.dtype == jnp.float32 and engine.generate(PROMPTS[0], max_tokens=2)
+
+
+def test_sleeping_engine_refuses_to_wait_and_close_ends_an_update_that_waits() -> None:
+    with make(old_target(), **OPTIONS) as engine:
+        engine.submit(PROMPTS[0], max_tokens=4)
+        engine.sleep()
+        for call in (
+            lambda: engine.update_weights(new_target(), requests="wait"),
+            lambda: engine.sleep(requests="wait"),
+        ):
+            with pytest.raises(RuntimeError, match='requests="wait": expected an engine whose requests can end'):
+                call()
+        engine.wake_up()
+        assert engine.generate(PROMPTS[0], max_tokens=2)
+        blocked = threading.Event()
+        engine.threads.call(lambda: blocked.wait(60))
+        engine.submit(PROMPTS[0], max_tokens=40)
+        ended: list[object] = []
+        updater = threading.Thread(
+            target=lambda: ended.append(engine.update_weights(new_target(), requests="wait").version)
+        )
+        updater.start()
+        closer = threading.Thread(target=engine.close)
+        closer.start()
+        blocked.set()
+        updater.join(60)
+        closer.join(60)
+        assert not updater.is_alive() and not closer.is_alive()
+    with pytest.raises(RuntimeError, match="this engine is closed; make a new one"):
+        engine.update_weights(new_target())
+
+
+def test_aborting_update_ends_requests_that_are_not_queued_yet(engine: Engine) -> None:
+    engine.update_weights(old_target())
+    may_run = threading.Event()
+    engine.threads.call(may_run.wait)
+    asked = [engine.submit([1, number % VOCAB], max_tokens=20) for number in range(300)]
+    threading.Timer(0.05, may_run.set).start()
+    update = engine.update_weights(new_target(), requests="abort")
+    done = [engine.result(request) for request in asked]
+    assert {completion.finish_reason for completion in done} == {"abort"} and update.num_aborted == 300
+
+
+def test_retracted_request_with_prompt_logprobs_has_them_all(engine: Engine, old: Engine) -> None:
+    prompt = [number * 5 % VOCAB for number in range(20)]
+    params = {"max_tokens": 20, "temperature": 0.0, "prompt_logprobs": 0}
+    wanted = old.generate([prompt], params)[0]
+    for step in range(1, 9):
+        engine.update_weights(old_target())
+        with ByHand(engine) as hand:
+            request = hand.submit(prompt, params)
+            for _ in range(step):
+                hand.step()
+            engine.update_weights(old_target())
+            done = hand.result(request)
+        assert done.token_ids == wanted.token_ids and done.error is None
+        both = ([record.logprob for record in (c.prompt_logprobs or ())[1:] if record] for c in (done, wanted))
+        np.testing.assert_allclose(*both, atol=1e-5)
+
+
 def test_update_that_waits_ends_earlier_requests_first_and_holds_later_ones(
     engine: Engine, old: Engine, new: Engine
 ) -> None:
@@ -195,7 +268,7 @@ def test_update_that_waits_ends_earlier_requests_first_and_holds_later_ones(
     updater.start()
     engine.threads.call(lambda: None)
     may_run.set()
-    while not engine.core._calls and updater.is_alive():
+    while not engine.core._call and updater.is_alive():
         time.sleep(0.001)
     later = engine.submit(PROMPTS[0], params)
     assert engine.result(first).token_ids == after(old, PROMPTS[0], [], params)
@@ -228,7 +301,7 @@ def test_refused_updates_change_nothing(engine: Engine, old: Engine) -> None:
     deleted.norm.delete()
     cases: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
         (wide, {}, ValueError, "update_weights: expected a target of the same config as the engine's"),
-        (odd, {}, ValueError, "other: target.norm (float32[15] for float32[16])"),
+        (odd, {}, ValueError, "other: target.norm (float32[15] on [0] for float32[16] on [0])"),
         (deleted, {}, ValueError, "update_weights: expected arrays, got some that were deleted"),
         ({}, {}, ValueError, "the tensors do not match the config (missing:"),
         (5, {}, TypeError, "update_weights: weights: expected a Model, a mapping of arrays"),
@@ -251,24 +324,22 @@ def test_refused_updates_change_nothing(engine: Engine, old: Engine) -> None:
 
 
 def test_updates_keep_no_old_weights_and_share_no_buffer_with_their_source(engine: Engine, new: Engine) -> None:
-    def live() -> int:
-        gc.collect()
-        return sum(array.nbytes for array in jax.live_arrays())
-
     engine.update_weights(new_target(), drafter=eagle3(2))
     gc.collect()
-    before = live()
+    before = live_bytes()
     for seed in range(3, 8):
         engine.update_weights(tiny.model(VOCAB, layers=1, seed=seed), drafter=eagle3(seed))
-    assert live() == before
+    assert live_bytes() == before
     weights, head = new_target(), tiny.eagle_head(old_target(), draft_vocab=12, feature_layers=(0, 1))
     engine.update_weights(weights, drafter=Eagle3(head, Tree.chain(3)))
     for leaf in jax.tree.leaves((weights, head)):
         leaf.delete()  # as a program does to which a trainer donates its weights
     wanted = tokens(new)
     assert tokens(engine) == wanted
+    engine.update_weights(new_target())  # binds the copied head again
+    assert tokens(engine) == wanted
     weights = new_target()
-    engine.update_weights(weights, copy=False, drafter=eagle3())
+    engine.update_weights(weights, copy=False)
     weights.norm.delete()
     with pytest.raises(Exception, match="the weights were donated by their owner; call update_weights"):
         engine.generate(PROMPTS[0], max_tokens=2)[0].raise_for_error()
@@ -317,9 +388,11 @@ def test_sleeping_engine_frees_its_memory_and_goes_on_with_the_same_tokens(weigh
                 asked = [hand.submit(prompt, params) for prompt in PROMPTS]
                 for _ in range(step):
                     hand.step()
-                before = bytes_of(engine)
+                before, live = bytes_of(engine), live_bytes()
+                engine.sleep()
                 engine.sleep(weights=weights)
-                engine.sleep(weights=weights)
+                freed = before["state"] + (weights != "keep") * before["weights"]
+                assert live - live_bytes() >= 0.99 * freed
                 assert engine.is_sleeping and bytes_of(engine)["state"] == 0
                 assert 'jspec:is_sleeping{model_name="jspec",engine="0"} 1.0' in engine.prometheus()
                 assert (bytes_of(engine)["weights"] == 0) == (weights != "keep")
@@ -339,6 +412,11 @@ def test_sleeping_engine_frees_its_memory_and_goes_on_with_the_same_tokens(weigh
             engine.wake_up()
             again = engine.generate(PROMPTS[0], params)[0].metrics
             assert again.mean_acceptance_length > 2, found
+
+
+def live_bytes() -> int:
+    gc.collect()
+    return sum(array.nbytes for array in jax.live_arrays())
 
 
 def bytes_of(engine: Engine) -> dict[str, int]:

@@ -175,7 +175,7 @@ def test_scores_of_a_deterministic_engine_are_the_bits_of_its_samples_at_any_tem
     for temperature in (1.0, 0.7):
         config = sampled(temperature=temperature)
         worker = rollout(config, drafter=NGram(Tree.chain(3)), deterministic=True)
-        output = worker.generate(["AB", "CDEFGHIJKLM"], config)
+        output = worker.generate(["AB", "CDEFGHI"], config)
         rows = [np.pad(row, (0, DRAWN - len(row)), constant_values=worker.pad_id()) for row in output.tokens]
         scores = np.asarray(worker.get_per_token_logps(output.left_padded_prompt_tokens, np.array(rows)))
         for row, values in zip(scores, output.logprobs or (), strict=True):
@@ -227,5 +227,7 @@ def test_models_and_options_that_would_train_another_model_are_refused() -> None
     state = {"layers": {"0": {"attn": {"q_proj": {"w_lora_a": jnp.zeros((2, 2))}}}}}
     with pytest.raises(ValueError, match=r"update_params: expected the weights of a dense model, got .*add the prod"):
         tensors_of(state)
+    with pytest.raises(ValueError, match="generate: expected at most 20 tokens with a prompt's completion, got 24"):
+        rollout().generate(["AB", "CDEFGHIJKLM"], sampled())
     with pytest.raises(ValueError, match="mesh: expected a mesh of one device for the rollout, got 2"):
         JspecRollout(actor(), Letters(), Mesh(np.array(jax.devices()[:2]), ("tp",)), sampled())

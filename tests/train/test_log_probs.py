@@ -79,6 +79,16 @@ def test_values_of_an_engine_that_is_not_deterministic_are_near(golden: Path) ->
 def test_program_that_leaves_out_roundings_gives_nan() -> None:
     tokens = np.array(PROMPTS[1:2])
     assert np.isnan(jax.jit(log_probs)(target("bfloat16"), tokens)).all()
+
+    def mean(weights: Model) -> jax.Array:
+        return jnp.mean(log_probs(weights, tokens))
+
+    scored = jax.value_and_grad(mean)(target("bfloat16"))
+    with_options = jax.jit(jax.value_and_grad(mean), compiler_options=OPTIONS)(target("bfloat16"))
+    assert jnp.isnan(jax.jit(jax.grad(mean))(target("bfloat16")).norm).all()
+    np.testing.assert_allclose(*(float(value) for value, _ in (scored, with_options)), rtol=1e-6)
+    norms = [np.asarray(gradient.norm, np.float32) for _, gradient in (scored, with_options)]
+    np.testing.assert_allclose(*norms, rtol=0.05, atol=1e-3)
     for dtype, options in (("bfloat16", OPTIONS), ("float32", None)):
         values = jax.jit(log_probs, compiler_options=options)(target(dtype), tokens)
         np.testing.assert_array_equal(values, log_probs(target(dtype), tokens))
@@ -134,3 +144,8 @@ def test_models_that_cannot_be_scored_are_refused() -> None:
     for model, kind, message in cases:
         with pytest.raises(kind, match=message):
             log_probs(model, tokens)
+    for wrong in (np.zeros(3, int), np.zeros((0, 3), int), np.zeros((1, 2))):
+        with pytest.raises(ValueError, match=r"log_probs: tokens: expected ids \[rows, size\]"):
+            log_probs(target(), wrong)
+    with pytest.raises(ValueError, match="log_probs: lengths: expected one a row, 1, got shape"):
+        log_probs(target(), tokens, np.array([1, 2]))

@@ -116,24 +116,48 @@ class EngineThread:
                 self.call(partial(_set_result, done, function))
         return done.result() if is_running else function()
 
+    def between_steps(self, function: Callable[[], T]) -> T:
+        """Return the result of a function that the thread calls between two steps; the thread begins if need be.
+
+        Raises:
+            RuntimeError: the thread has ended, or calls this itself within a step.
+        """
+        return self._later(function, self.call)
+
     def settled(self, requests: str, function: Callable[[], T]) -> tuple[dict[str, int], T]:
         """Return the numbers of treated requests and the result of a function that is called after their treatment.
 
         Args:
             requests: how to treat the requests (`jspec.engine.run.weight_update.settle`); "wait": until they have
                 ended, while requests that are submitted later wait for the function.
+            function: function to call with no step in flight.
+
+        Raises:
+            RuntimeError: as `between_steps`.
         """
 
         def call() -> tuple[dict[str, int], T]:
             with self.recovery:
                 self.core.read_all()
-            return settle(self.core, requests), function()
+            return settle(self.core, requests, self._deliveries.unfinished()), function()
 
         if requests != "wait":
-            return self.do(call)
+            return self.between_steps(call)
+        return self._later(
+            call, lambda made: self.call(lambda: self.core.call_after(set(self._deliveries.unfinished()), made))
+        )
+
+    def _later(self, function: Callable[[], T], put: Callable[[Callable[[], object]], None]) -> T:
+        """Return the result of a function after another one has let the thread call it."""
+        if self._thread is threading.current_thread():
+            raise RuntimeError("expected another thread than the engine's own, got this one, as in a callback")
+        if self.is_current:  # the caller makes the turns by hand
+            return function()
         self.start()
-        done: Future[tuple[dict[str, int], T]] = Future()
-        self.do(partial(self.core.when_empty, partial(_set_result, done, call)))
+        done: Future[T] = Future()
+        with self._lock:
+            self.check_open()
+            put(partial(_set_result, done, function))
         return done.result()
 
     def close(self) -> None:
@@ -328,7 +352,7 @@ class EngineThread:
                 self._abort_all(unfinished)
             else:
                 self.core.fail(unfinished, caused_by(error, ENDED))
-            self.core.make_calls()
+            self.core.step(overlap=False)  # makes the call that waits for the requests
         finally:
             self._deliveries.close()
 

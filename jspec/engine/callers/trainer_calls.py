@@ -18,6 +18,7 @@ from jspec.engine.run.weight_update import RequestsMode, WeightUpdate, check_mod
 from jspec.step.memory import tree_bytes
 from jspec.step.new_weights import WeightSource, new_weights
 from jspec.step.on_mesh import spans_processes
+from jspec.step.program import Params
 
 WEIGHTS_ASLEEP = ("keep", "host", "drop")
 
@@ -71,14 +72,19 @@ class TrainerCalls(abc.ABC):
         if version is not None and type(version) is not int:
             raise TypeError(f"update_weights: version: expected an int or None, got {short(version)}")
         self._check_trainer("update_weights", requests)
-        with self._in_order():
-            updates = [_update(engine, weights, requests, drafter, copy, version) for engine in self._engines]
+        with self._in_order() as engines:
+            prepared = [_prepare(engine, weights, drafter, copy) for engine in engines]  # before any is changed
+            if version is None:
+                version = 1 + max(engine.core.weight_version for engine in engines)
+            is_new = isinstance(drafter, Drafter)
+            pairs = zip(engines, prepared, strict=True)
+            updates = [_swap(engine, *made, requests, version, is_new=is_new) for engine, made in pairs]
         return replace(sum(updates[1:], updates[0]), seconds=time.perf_counter() - began)
 
     def reset_prefix_cache(self) -> int:
         """Forget all cached prefixes, which requests under way keep; return the number of pages that became free."""
         self._check_alive()
-        return sum(engine.do(engine.core.scheduler.reset_prefix_cache) for engine in self._engines)
+        return sum(engine.between_steps(engine.core.scheduler.reset_prefix_cache) for engine in self._engines)
 
     @keywords_checked
     def sleep(
@@ -105,10 +111,9 @@ class TrainerCalls(abc.ABC):
             names = ", ".join(map(repr, WEIGHTS_ASLEEP))
             raise ValueError(f"sleep: weights: expected one of {names}, got {short(weights)}")
         self._check_trainer("sleep", requests)
-        with self._in_order():
-            for engine in self._engines:
-                if not engine.core.is_asleep:
-                    engine.settled(requests, partial(engine.core.sleep, weights))
+        with self._in_order() as engines:
+            for engine in engines:
+                engine.settled(requests, partial(engine.core.sleep, weights))
 
     @keywords_checked
     def wake_up(self) -> None:
@@ -119,10 +124,9 @@ class TrainerCalls(abc.ABC):
             ValueError: the memory does not suffice; the engine still sleeps then.
         """
         self._check_alive()
-        with self._in_order():
-            for engine in self._engines:
-                if engine.core.is_asleep:
-                    engine.do(engine.core.wake)
+        with self._in_order() as engines:
+            for engine in engines:
+                engine.between_steps(engine.core.wake)
 
     @property
     def is_sleeping(self) -> bool:
@@ -135,12 +139,13 @@ class TrainerCalls(abc.ABC):
         return min(engine.core.weight_version for engine in self._engines)
 
     @contextlib.contextmanager
-    def _in_order(self) -> Iterator[None]:
-        """Wait for the calls of other threads, so that several engines get the same weights."""
+    def _in_order(self) -> Iterator[Sequence[EngineThread]]:
+        """Wait for the calls of other threads, so that several engines get the same weights; give the engines."""
+        engines = self._engines
         with contextlib.ExitStack() as locks:
-            for engine in self._engines:
+            for engine in engines:
                 locks.enter_context(engine.updating)
-            yield
+            yield engines
 
     def _check_trainer(self, call: str, requests: str) -> None:
         """Raise an error if the engines cannot carry out a call."""
@@ -151,31 +156,38 @@ class TrainerCalls(abc.ABC):
                     f"{call}: expected an engine whose devices are all of this process, got one with devices of "
                     "several; close it in all processes, and make a new one"
                 )
-            if requests == "wait" and engine.is_current:
+            if requests == "wait" and (engine.is_current or engine.core.is_asleep):
+                reason = "the engine sleeps" if engine.core.is_asleep else "this thread runs its steps"
                 raise RuntimeError(
-                    f"{call}: expected a thread that may wait for the engine, got the one that runs its steps; pass "
-                    'requests="retract", or call it in another thread'
+                    f'{call}: requests="wait": expected an engine whose requests can end meanwhile, but {reason}; pass '
+                    'requests="retract"'
                 )
 
 
-def _update(
-    engine: EngineThread,
-    weights: WeightSource,
-    requests: str,
-    drafter: Drafter | str | None,
-    copy: bool,
-    version: int | None,
+def _prepare(
+    engine: EngineThread, weights: WeightSource, drafter: Drafter | str | None, copy: bool
+) -> tuple[Drafter, Params]:
+    """Return the drafter and the weights that an engine will use."""
+    runner = engine.core.runner
+    return new_weights(weights, drafter, runner.program, runner.params, engine.config, copy=copy)
+
+
+def _swap(
+    engine: EngineThread, drafter: Drafter, params: Params, requests: str, version: int, *, is_new: bool
 ) -> WeightUpdate:
-    """Update one engine; the seconds are not measured."""
+    """Let an engine use a drafter and bound weights; the seconds are not measured.
+
+    Args:
+        is_new: whether the drafter's own weights are new.
+    """
     core = engine.core
-    runner = core.runner
-    proposes, params = new_weights(weights, drafter, runner.program, runner.params, engine.config, copy=copy)
 
-    def swap() -> dict[str, int]:
-        engine.acceptance_warner.on_update(proposes, is_new=proposes is not runner.program.drafter)
-        runner.use(proposes, params)
-        core.use_version(core.weight_version + 1 if version is None else version)
-        return {"version": core.weight_version, "pages_forgotten": core.scheduler.reset_prefix_cache()}
+    def swap() -> int:
+        engine.acceptance_warner.on_update(drafter, is_new=is_new)
+        core.runner.use(drafter, params)
+        core.use_version(version)
+        return core.scheduler.reset_prefix_cache()
 
-    settled, swapped = engine.settled(requests, swap)
-    return WeightUpdate(seconds=0.0, nbytes=tree_bytes(params), **settled, **swapped)
+    settled, forgotten = engine.settled(requests, swap)
+    nbytes = tree_bytes(params)
+    return WeightUpdate(version, seconds=0.0, nbytes=nbytes, pages_forgotten=forgotten, **settled)

@@ -38,9 +38,6 @@ def token_logprobs(scores: Any, row: Any, tokens: Sequence[int], num_top: int) -
         row: index into the leading axes of ``scores``; its first entries belong to the tokens.
         tokens: token ids.
         num_top: number of likeliest tokens to report at each token.
-
-    Attributes:
-        chosen: log-probability of each token but the first, [tokens - 1] float32; NaN where it was not computed yet.
     """
     size = len(tokens)
     chosen, ranks, top, top_ids = (f[row][:size] for f in (scores.chosen, scores.ranks, scores.top, scores.top_ids))
@@ -81,7 +78,9 @@ class PromptLogprobs:
             scores: log-probabilities of the token after each token of the piece, as numpy arrays.
         """
         self._pieces.append((start, count, scores))
-        self.chosen[start : start + count] = scores.chosen[: len(self.chosen) - start][:count]
+        end = min(start + count, len(self.chosen))  # a preempted request also computes rows behind the prompt
+        if start < end:
+            self.chosen[start:end] = scores.chosen[: end - start]
 
     def records(self) -> list[TokenLogprob | None]:
         """Return one record per prompt token; None for the first token and for tokens that were not computed yet."""

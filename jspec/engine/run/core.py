@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -56,8 +56,8 @@ class EngineCore:
         self.live = LiveRequests()
         self.weight_version = 0
         self.is_asleep = False
-        self._held: list[Request] = []  # requests that wait for a call of `when_empty`
-        self._calls: deque[Callable[[], object]] = deque()
+        self._held: list[Request] = []  # requests that wait for the call of `call_after`
+        self._call: tuple[Collection[Request], Callable[[], object]] | None = None
 
     # -- the loop
 
@@ -67,8 +67,7 @@ class EngineCore:
         Args:
             overlap: whether to leave the result of the newest step unread, so that the host works while it runs.
         """
-        if self._calls and not self.live:
-            self.make_calls()
+        self._make_call()
         if self.is_asleep:
             return False
         self.stopwatch.come_back()
@@ -85,14 +84,21 @@ class EngineCore:
         """Read the results of all dispatched steps."""
         self._read_down_to(0)
 
-    def when_empty(self, call: Callable[[], object]) -> None:
-        """Call a function once all queued requests have ended; later ones wait for it. An error of it is not caught."""
-        self._calls.append(call)
+    def call_after(self, requests: Collection[Request], call: Callable[[], object]) -> None:
+        """Call a function once some requests have ended; others that are queued meanwhile wait for it.
 
-    def make_calls(self) -> None:
-        """Make the calls of `when_empty`, and queue the requests that waited for them."""
-        while self._calls:
-            self._calls.popleft()()
+        There may be one such call at a time. An error of the function is not caught.
+        """
+        assert self._call is None, "another call waits"
+        self._call = requests, call
+
+    def _make_call(self) -> None:
+        """Make the call of `call_after` if its requests have ended, and queue the requests that waited for it."""
+        if self._call is None or any(request.finish_reason is None for request in self._call[0]):
+            return
+        _, call = self._call
+        self._call = None
+        call()
         held, self._held = self._held, []
         for request in held:
             if request.finish_reason is None:
@@ -187,7 +193,7 @@ class EngineCore:
         """
         request.output.queued_at = queued_at
         request.state.prefill_sizes = self.runner.choice.prefill_sizes(request)
-        if self._calls:
+        if self._call is not None and request not in self._call[0]:
             self._held.append(request)
         else:
             self._queue(request)
@@ -248,16 +254,23 @@ class EngineCore:
         self.runner.clear()
 
     def sleep(self, weights: str) -> None:
-        """Free the device memory of the state, and forget the prefix cache; no request runs (`ModelRunner.sleep`)."""
-        self.runner.sleep(weights)
-        self.scheduler.drop_in_flight()
-        self.scheduler.reset_prefix_cache()
-        self.is_asleep = True
+        """Free the device memory of the state, and forget the prefix cache; no request runs.
+
+        Args:
+            weights: as for `ModelRunner.release`.
+        """
+        if not self.is_asleep:
+            self.runner.drop_state()
+            self.scheduler.drop_in_flight()
+            self.scheduler.reset_prefix_cache()
+            self.is_asleep = True
+        self.runner.release(weights)
 
     def wake(self) -> None:
-        """Allocate the state again; requests go on."""
-        self.runner.wake()
-        self.is_asleep = False
+        """Allocate the state again, if there is none; requests go on."""
+        if self.is_asleep:
+            self.runner.wake()
+            self.is_asleep = False
 
     def close(self) -> None:
         """Abort all requests and free the device memory."""

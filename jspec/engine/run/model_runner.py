@@ -37,7 +37,7 @@ from jspec.step.memory import MemoryPlan
 from jspec.step.program import Params, Program
 from jspec.step.side import Side
 from jspec.step.split_decode import draft_masks, first_masks
-from jspec.step.weights import on_devices_again, on_host, placed_shapes
+from jspec.step.weights_off_devices import back_on_devices, off_devices
 
 TIMINGS = 5  # number of intervals between the ends of rounds whose median is taken
 
@@ -323,18 +323,20 @@ class ModelRunner:
             self.target_side.use(drafter, replace(params, draft=()))
             self.draft_side.use(drafter, replace(params, target=None))
 
-    def sleep(self, weights: str) -> None:
-        """Free the device memory of the state, and of the weights unless they are to "keep".
+    def drop_state(self) -> None:
+        """Free the device memory of the state."""
+        for side in self._sides:
+            side.sleep()
+        self._tables.clear()
+
+    def release(self, weights: str) -> None:
+        """Free the device memory of the weights, unless they are to "keep".
 
         Args:
             weights: "keep", "host" (they come back in `wake`) or "drop".
         """
-        for side in self._sides:
-            side.sleep()
-        self._tables.clear()
-        self._placed = placed_shapes(self.params)
         if weights != "keep":
-            self.use(self.program.drafter, on_host(self.params) if weights == "host" else self._placed)
+            self.use(*off_devices(self.program.drafter, self.params, weights))
 
     def wake(self) -> None:
         """Bring the weights back and allocate the state again.
@@ -343,7 +345,7 @@ class ModelRunner:
             RuntimeError: the weights were dropped.
             ValueError: the memory does not suffice; the weights are on the devices then, and the state is not.
         """
-        self.use(self.program.drafter, on_devices_again(self.params, self._placed))
+        self.use(*back_on_devices(self.program.drafter, self.params))
         for side in self._sides:
             with side.explain_oom(self.pool):
                 side.wake()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
 from jspec.core.shorten import short
+from jspec.engine.request.request import Request
 from jspec.engine.run.core import EngineCore
 
 RequestsMode = Literal["retract", "keep", "abort", "wait"]
@@ -45,14 +47,17 @@ def check_mode(call: str, requests: str, modes: tuple[str, ...] = get_args(Reque
         raise ValueError(f"{call}: requests: expected one of {', '.join(map(repr, modes))}, got {short(requests)}")
 
 
-def settle(core: EngineCore, requests: str) -> dict[str, int]:
-    """Treat an engine's requests, with no step in flight; return their numbers by the names of `WeightUpdate`."""
-    scheduler = core.scheduler
+def settle(core: EngineCore, requests: str, unfinished: Collection[Request]) -> dict[str, int]:
+    """Treat an engine's requests, with no step in flight; return their numbers by the names of `WeightUpdate`.
+
+    Args:
+        requests: the mode; with "wait" the requests have ended.
+        unfinished: all requests that were submitted and have not ended, queued or not.
+    """
     if requests == "abort":
-        live = [*scheduler.running, *scheduler.waiting]
-        for request in live:
+        for request in unfinished:
             core.finish(request, "abort")
-        return {"num_aborted": len(live)}
+        return {"num_aborted": len(unfinished)}
     if requests == "keep":
-        return {"num_kept": len(scheduler.running)}
-    return {"num_retracted": scheduler.retract()}  # with "wait" none runs
+        return {"num_kept": len(core.scheduler.running)}
+    return {"num_retracted": core.scheduler.retract()}
