@@ -337,7 +337,8 @@ def test_engine_with_a_known_model_and_look_up_accepts_what_is_right(
     monkeypatch.setattr(match_rates, "FIRST_TOKENS", 2.0)  # so that a request of few tokens learns
     tree, options = ENGINES[name]
     drafter = known(tree, tuple(options.items()))
-    engine = engines.make(engines.target(), drafter=drafter, **engines.PLAIN_OPTIONS | dict(slots=8))
+    more = dict(slots=8, rounds_per_dispatch=1 + (name == "beside a chain"))
+    engine = engines.make(engines.target(), drafter=drafter, **engines.PLAIN_OPTIONS | more)
     done = engine.generate(PROMPTS, PARAMS, trace=True)
     for line, (one, expected) in enumerate(zip(done, plain(), strict=True)):
         assert one.token_ids == expected.token_ids
@@ -365,7 +366,7 @@ def test_engine_with_a_known_model_and_look_up_accepts_what_is_right(
         dataclasses.replace(each, stop_token_ids=(one.token_ids[12 + line % 5],), draft=(True, 1, 2)[line % 3])
         for line, (each, one) in enumerate(zip(PARAMS, plain(), strict=True))
     ]
-    cut = engine.generate(PROMPTS, stopped)
+    cut = engine.generate(PROMPTS, stopped, trace=True)  # with the programs that are compiled
     for line, (one, each) in enumerate(zip(cut, stopped, strict=True)):
         check_counts(name, line, one, each, {})
     assert any(sum(one.metrics.num_accepted_per_position) > one.metrics.num_accepted_tokens for one in cut)

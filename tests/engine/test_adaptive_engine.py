@@ -40,6 +40,7 @@ from jspec.engine.schedule.sizes import RoundSize
 from jspec.step.decode import spec_step
 from jspec.step.executable_key import ExecutableKey
 from tests.support import byte_pair, cover, engines, tiny
+from tests.support.beside import check_sources
 
 pytestmark = pytest.mark.once
 
@@ -149,6 +150,8 @@ def test_adaptive_engine_with_any_sequence_of_depths_emits_tokens_of_plain_decod
         done = generate(one, Forced(choices, 3), temperature)
         assert [one.token_ids for one in done] == expected
         ran = sum((one.metrics for one in done), start=type(done[0].metrics)()).num_rounds_per_depth
+        if name == "beside":
+            check_sources(one.metrics)
         assert set(ran) == set(depths) and sum(ran.values()) == sum(one.metrics.num_drafts for one in done)
     assert compilations == []
 

@@ -29,7 +29,7 @@ from jspec import (
 )
 from jspec.tools.testing import Random, check_lossless
 from tests.support import engines, tiny
-from tests.support.beside import Known, prompt_of
+from tests.support.beside import Known, KnownModel, check_rounds, check_sources, prompt_of
 
 pytestmark = pytest.mark.once
 
@@ -85,6 +85,7 @@ def test_engine_with_a_look_up_beside_a_head_is_lossless_and_accepts_its_tokens(
         return nullcontext(engine if "drafter" in given else engines.plain())
 
     check_lossless(drafter, engines.target(), PROMPTS, max_tokens=24, make_engine=make_engine)
+    check_sources(engine.metrics)
     lengths = engine.metrics.acceptance_per_position
     assert engine.metrics.num_accepted_tokens > 20 and lengths[3] > 0, "no path is deeper than the head's"
 
@@ -104,6 +105,8 @@ def drafts_of(drafter: Drafter, nodes: int) -> dict[tuple[int, int], list[int]]:
     """Return the first nodes of each draft by line, and by the number of output tokens before the round."""
     engine = engines.make(engines.target(), drafter=drafter, **OPTIONS)
     done = engine.generate(LINES, GREEDY, trace=True)
+    for one in done if isinstance(drafter, Beside) else ():
+        check_rounds(one, nodes)
     return {(line, r.start): r.tokens[:nodes].tolist() for line, one in enumerate(done) for r in one.rounds}
 
 
@@ -141,3 +144,20 @@ def test_preempted_requests_with_a_look_up_beside_a_head_emit_tokens_of_plain_de
     plain = engines.plain().generate(prompts, params)
     assert [one.token_ids for one in done] == [one.token_ids for one in plain]
     assert engine.metrics.num_preemptions > 3 and engine.pages_in_use == 0
+
+
+@pytest.mark.parametrize("join", ["beside", pytest.param("replace", marks=pytest.mark.long)])
+def test_preempted_requests_keep_the_acceptance_of_a_look_up_beside_a_head(join: str) -> None:
+    """The look-up is right everywhere and the head nowhere; with few pages requests run again from where they were."""
+    known, wrong = right_look_up(), np.ones((len(LINES), CHAIN.depth), int)
+    head = KnownModel(Known(known.outputs[:, : GREEDY.max_tokens], LINES, CHAIN, engines.VOCAB, wrong))
+    options = OPTIONS | dict(slots=4, page_size=4, pages=22, buckets=(4,), prefill_buckets=(engines.MAX_LEN,))
+    engine = engines.make(engines.target(), drafter=Beside(head, known, join, threshold=1), **options)
+    done = engine.generate(LINES, GREEDY)
+    assert [one.token_ids for one in done] == known.outputs[:, : GREEDY.max_tokens].tolist()
+    assert engine.metrics.num_preemptions > 2 and engine.pages_in_use == 0
+    for metrics in (one.metrics for one in done):
+        assert metrics.num_drafts == 7  # each emits five draft tokens and the target's own, the last one three
+        assert metrics.num_draft_tokens_per_source == {"head": 7 * 3 * (join == "beside"), "lookup": 7 * 5}
+        assert metrics.num_accepted_tokens_per_source == {"head": 0, "lookup": 6 * 5 + 3}
+        check_sources(metrics)

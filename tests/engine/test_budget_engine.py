@@ -18,6 +18,7 @@ from jspec.engine.schedule import sizes
 from jspec.engine.schedule.draft_length import DispatchResult, Policy
 from jspec.engine.schedule.sizes import RoundSize
 from tests.support import engines, tiny
+from tests.support.beside import check_sources
 from tests.support.recordings import recording
 
 pytestmark = pytest.mark.once
@@ -105,6 +106,9 @@ def test_engine_with_random_budgets_emits_the_tokens_of_plain_decoding(name: str
         assert {result.size for result in policy.results} == set(sizes)
         accepted = np.concatenate([r.accepted[r.accepted >= 0] for r in policy.results if r.size.nodes])
         assert name.startswith("eagle") or accepted.sum() > 0
+    if name in ("beside", "replace"):
+        check_sources(engine.metrics)
+        assert engine.metrics.num_accepted_tokens_per_source["lookup"] > 0
 
 
 @pytest.mark.parametrize("family", ["deepseek_v2", pytest.param("deepseek_v3", marks=pytest.mark.long)])

@@ -37,7 +37,7 @@ from tests.reference import decoder, processors
 from tests.reference.thinking import Budget
 from tests.support import tiny
 from tests.support.arrays import on_device
-from tests.support.beside import Known
+from tests.support.beside import Known, check_sources
 from tests.support.lettered import Thoughtful
 
 pytestmark = pytest.mark.once
@@ -314,6 +314,8 @@ def test_sampled_tokens_with_a_look_up_beside_a_head_have_the_target_distributio
     for control, done in zip(controls, draw(engine, SAMPLES, *(CONTROLS[name] for name in controls)), strict=True):
         assert np.mean([c.metrics.num_drafts for c in done]) > 1.5, "the samples must span several rounds"
         assert abs(deviation(done, expected_probs(control))) < 5
+    check_sources(engine.metrics)
+    assert min(engine.metrics.num_accepted_tokens_per_source.values()) > 100
 
 
 @pytest.mark.slow

@@ -42,6 +42,7 @@ def test_prometheus_text_of_a_running_engine_contains_its_metrics(engine: Engine
     found, metrics = engine.threads.do(lambda: (samples(engine.prometheus('m"1')), engine.metrics))
     assert found["num_requests_running"] == 1 and found["num_requests_waiting"] == 0
     assert found["kv_cache_usage_perc"] == metrics.pages_in_use / (engine.scheduler.pages.pages - 1) > 0
+    assert not [name for name in found if "per_source" in name], "an n-gram drafter has one source"
     for name, value in (
         ("generation_tokens_total", metrics.num_tokens),
         ("prompt_tokens_total", metrics.num_prompt_tokens),
@@ -62,11 +63,25 @@ def test_prometheus_text_of_a_running_engine_contains_its_metrics(engine: Engine
 
 def test_prometheus_text_of_given_metrics_has_positions_reasons_and_buckets() -> None:
     """These are draft positions, finish reasons and histogram buckets."""
-    metrics = Metrics(num_accepted_per_position=[5, 2], finished={"eos": 2, "stop": 1, "error": 1})
+    metrics = Metrics(
+        num_accepted_per_position=[5, 2],
+        finished={"eos": 2, "stop": 1, "error": 1},
+        num_draft_tokens_per_source={"head": 9, "lookup": 4},
+        num_accepted_tokens_per_source={"head": 5, "lookup": 2},
+    )
     latencies = Latencies(first_token=Histogram((1.0, 2.0)))
     for seconds in (0.5, 1.0, 1.5, 9.0):
         latencies.first_token.observe(seconds)
-    found = samples(exposition(metrics, latencies, Gauges(0, 0, 0.0), 'm"1'))
+    drafter = {"drafter": "Beside", "head": 'a"b\\', "tree": "chain:4"}
+    text = exposition(metrics, latencies, Gauges(0, 0, 0.0), 'm"1', drafter=drafter)
+    found = samples(text)
+    assert found['drafter_info drafter="Beside",head="a\\"b\\\\",tree="chain:4"'] == 1
+    by_source = {name: count for name, count in found.items() if "per_source" in name}
+    assert by_source == {
+        f'spec_decode_num_{kind}_tokens_per_source_total source="{source}"': count
+        for kind, counts in (("draft", {"head": 9, "lookup": 4}), ("accepted", {"head": 5, "lookup": 2}))
+        for source, count in counts.items()
+    }
     per_position = "spec_decode_num_accepted_tokens_per_pos_total position="
     assert (found[per_position + '"0"'], found[per_position + '"1"']) == (5, 2)
     assert found['request_success_total finished_reason="stop"'] == 3
@@ -111,3 +126,17 @@ def test_stats_logger_after_each_interval_logs_one_line(
         assert len(caplog.records) == 3
         by_hand.result(request)
     assert re.match(r"1 running, 0 waiting, \d+ % of the pages held, \d+\.\d tokens/s, mean", caplog.messages[2])
+
+
+def test_line_of_a_look_up_beside_a_head_has_what_each_had_accepted_since_the_last_line(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, logger="jspec.engine.run.stats_logger")
+    lines, gauges, one = StatsLogger(0.0), Gauges(0, 0, 0.0), Metrics(num_drafts=1, num_accepted_tokens=2)
+    first = Metrics(num_accepted_tokens_per_source={"head": 2, "lookup": 0}) + one
+    more = Metrics(4, 16, 7, num_accepted_tokens_per_source={"head": 2, "lookup": 5})
+    for metrics in (one, first, first + more):
+        lines.write(metrics, gauges)
+    parts = [re.search(r"length (.*?),", message).group(1) for message in caplog.messages]  # type: ignore[union-attr]
+    assert parts[0] == "3.00"
+    assert parts[2] == "2.75 (1 + 0.50 by head + 1.25 by lookup)"

@@ -44,6 +44,7 @@ from jspec.models.mlps.mlp_config import Router
 from jspec.models.weights.quantize import quantize_weights
 from pallas_kernels.layers.shard import AXIS, Shard
 from tests.support import cover, engines, lettered, tiny
+from tests.support.beside import check_sources
 from tests.support.devices import check_devices_equal
 from tests.support.recordings import recording
 
@@ -109,7 +110,7 @@ DRAFTERS: dict[str, Callable[[], Drafter | None]] = {
     "medusa": lambda: Medusa(tiny.medusa_heads(target(), heads=2)),
     "ngram": lambda: NGram("chain:2"),
     "beside": lambda: Beside(Eagle3(head(), "topk:8,3,3"), NGram("chain:4"), "beside"),
-    "replace": lambda: Beside(Eagle3(head(), "chain:3"), NGram("chain:4")),
+    "replace": lambda: Beside(Eagle3(head(), "chain:3"), NGram("chain:4"), threshold=1),  # rates would never choose it
     "suffix": lambda: Suffix("chain:2"),
 }
 
@@ -163,6 +164,9 @@ def test_engine_on_several_devices_emits_the_tokens_of_one_device(drafter: str, 
     with Engine(target(), drafter=DRAFTERS[drafter](), tensor_parallel=devices, **OPTIONS) as engine:
         assert tokens(engine, PLAIN) == [expected()[i] for i in PLAIN]
         assert tokens(engine) == expected()
+        if drafter in ("beside", "replace"):
+            check_sources(engine.metrics)
+            assert min(engine.metrics.num_draft_tokens_per_source.values()) > 20
         if devices == 2:  # on four devices, logits are as wide as hidden states
             assert not exchanged_widths(engine, gathers_logits=False) & WIDTHS
             assert 62 in exchanged_widths(engine, gathers_logits=True), "control"

@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import openai
 import pytest
 
-from jspec import Engine, Replicas, SamplingParams
+from jspec import Beside, Engine, Replicas, SamplingParams, Tree
 from jspec.server import run
 from jspec.tools.command_line import run as run_command
-from tests.support import folders, serving
+from tests.support import engines, folders, serving, tiny
+from tests.support.beside import Known, KnownModel
 
 ASK: dict[str, Any] = dict(model=serving.NAME, max_tokens=16, temperature=0.8)
 PROMPTS = [f"Once upon {i} times" for i in range(10)]
@@ -68,6 +70,52 @@ def test_server_of_two_replicas_streams_and_answers_with_the_texts_of_one_engine
     assert stats["tokens"] == two.metrics.num_tokens
     assert re.findall(r'generation_tokens_total\{model_name="tiny",engine="(\d)"\}', metrics) == ["0", "1"]
     assert metrics.count("# TYPE vllm:generation_tokens_total counter") == 1
+
+
+TEXTS = ("one, two", "two, one", "abc defg", "12 34 56")
+ROUNDS = 3  # of each answer
+
+
+def look_up_beside_a_head(mesh: Any) -> Engine:
+    """Make an engine whose look-up drafts three right tokens, and whose head drafts a right one and a wrong one."""
+    plain = engines.shared_bytes().generate(list(TEXTS), SamplingParams(max_tokens=32, temperature=0, ignore_eos=True))
+    outputs, prompts = np.array([done.token_ids for done in plain]), [list(text.encode()) for text in TEXTS]
+    head = Known(outputs, prompts, Tree.chain(2), 256, np.array([[0, 1]] * len(TEXTS)))
+    drafter = Beside(KnownModel(head), Known(outputs, prompts, Tree.chain(3), 256), "beside")
+    return engines.make(tiny.model(256, layers=1), drafter=drafter, mesh=mesh, **engines.BYTE_OPTIONS)
+
+
+def test_answers_and_prometheus_text_name_what_the_head_and_the_look_up_drafted() -> None:
+    """In each round the first token is both's and counts as the head's, and so does its wrong one."""
+    asked: list[dict[str, Any]] = [{"n": 1}, {"n": 2}, {"n": 1, "stream": True}, {"n": 2, "stream": True}]
+    with Replicas(look_up_beside_a_head, jax.devices()[1:3]) as two:
+        with serving.running(two) as server, server.http() as http:
+            for text, fields in zip(TEXTS, asked, strict=True):
+                answer = server.client().completions.create(
+                    model=serving.NAME,
+                    prompt=text,
+                    max_tokens=1 + 4 * ROUNDS,
+                    temperature=0,
+                    extra_body={"ignore_eos": True, "jspec": {"metrics": True}},
+                    **fields,
+                )
+                last = [chunk for chunk in answer if chunk.choices][-1] if "stream" in fields else answer
+                found, rounds = last.model_extra["metrics"]["speculative_decoding"], fields["n"] * ROUNDS
+                assert found["num_spec_steps"] == rounds
+                assert found["num_draft_tokens_per_source"] == {"head": 2 * rounds, "lookup": 2 * rounds}
+                assert found["num_accepted_draft_tokens_per_source"] == {"head": rounds, "lookup": 2 * rounds}
+            text = http.get("/metrics").text
+        total = ROUNDS * sum(fields["n"] for fields in asked)
+        assert two.metrics.num_accepted_tokens_per_source == {"head": total, "lookup": 2 * total}
+    for name, head, look_up in (("draft", 2, 2), ("accepted", 1, 2)):
+        pattern = rf'jspec:spec_decode_num_{name}_tokens_per_source_total{{.*engine="(\d)",source="(\w+)"}} (\S+)'
+        samples = re.findall(pattern, text)
+        assert sorted(sample[:2] for sample in samples) == [(engine, s) for engine in "01" for s in ("head", "lookup")]
+        for source, each in (("head", head), ("lookup", look_up)):
+            assert sum(float(count) for _, of, count in samples if of == source) == each * total
+    drafters = re.findall(r'jspec:drafter_info{model_name="tiny",engine="(\d)",(.*)} 1.0', text)
+    labels = 'drafter="Beside",head="KnownModel",lookup="Known",tree="chain:2 beside chain:3"'
+    assert drafters == [("0", labels), ("1", labels)]
 
 
 def test_server_of_one_engine_says_nothing_of_replicas() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Int
 
+from jspec import Completion, Metrics
 from jspec.core.records import Draft, SlotView
 from jspec.core.tree import Tree
 from jspec.draft.base import StatelessDrafter, static_draft
@@ -32,7 +34,8 @@ class Known(LookupDrafter):
 
     Args:
         outputs: tokens of each line's request after its prompt, [lines, tokens].
-        prompts: prompt of each line, which differ in size or in the tokens that the shortest has too.
+        prompts: prompt of each line, which differ in size or in the tokens that the shortest has too; only if they
+            differ in these tokens may requests be preempted.
         wrong: what is added at each depth from 1 on, [lines, depth]; None: nothing.
         tree: static tree.
         vocab: number of tokens.
@@ -62,8 +65,8 @@ class Known(LookupDrafter):
         beginnings = tokens[batch.first[:, None] + places]
         if view.token_history is not None:
             beginnings, is_known = view.token_history[:, places], jnp.ones_like(is_known)
-        is_line = jnp.all(beginnings[:, None] == self.beginnings, axis=-1) & (batch.ends[:, None] == self.sizes)
-        lines = jnp.argmax(is_line, axis=1).astype(jnp.int32)
+        is_line = jnp.all(beginnings[:, None] == self.beginnings, axis=-1) & (batch.ends[:, None] >= self.sizes)
+        lines = jnp.argmax(jnp.where(is_line, self.sizes, 0), axis=1).astype(jnp.int32)  # the longest that fits
         slots = jnp.where(is_known, view.slots, len(state.of_slot))
         return Line(state.of_slot.at[slots].set(lines, mode="drop"))
 
@@ -109,6 +112,27 @@ class KnownModel(StatelessDrafter):
 def prompt_of(line: int, vocab: int) -> list[int]:
     """Return a prompt that differs from those of other lines in its first two tokens."""
     return [line % vocab, line // vocab, 9]
+
+
+def check_sources(metrics: Metrics) -> None:
+    """Check that both sources together have all draft tokens."""
+    for name in ("num_draft_tokens", "num_accepted_tokens"):
+        counts = getattr(metrics, f"{name}_per_source")
+        assert counts.keys() == {"head", "lookup"} and min(counts.values()) >= 0
+        assert sum(counts.values()) == getattr(metrics, name)
+
+
+def check_rounds(done: Completion, nodes: int) -> None:
+    """Check a request's counts of a look-up that joins trees of ``nodes`` nodes by its recorded rounds."""
+    verified, emitted = Counter(head=0, lookup=0), Counter(head=0, lookup=0)
+    for one in done.rounds or ():
+        for node in np.flatnonzero(one.parents >= 0).tolist():
+            verified["lookup" if node >= nodes else "head"] += 1
+        for node in one.path[1 : 1 + len(one.emitted)]:
+            emitted["lookup" if node >= nodes else "head"] += 1
+    assert done.metrics.num_draft_tokens_per_source == verified
+    assert done.metrics.num_accepted_tokens_per_source == emitted
+    check_sources(done.metrics)
 
 
 def check_contract(draft: Draft) -> None:
