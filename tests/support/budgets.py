@@ -36,7 +36,7 @@ BUDGETS = {
     "tests/engine/test_program_choice.py": 91,
     "tests/engine/test_replicas.py": 14,
     "tests/engine/test_tensor_parallel.py": 61,
-    "tests/engine/test_thinking.py": 37,
+    "tests/engine/test_thinking.py": 41,
     "tests/faults/test_nan_logits.py": 13,
     "tests/models/test_fp8_experts.py": 12,
     "tests/models/test_int4_checkpoints.py": 17,
