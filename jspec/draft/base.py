@@ -48,6 +48,9 @@ class Drafter(abc.ABC):
     reads_predictions: ClassVar[bool] = False
     # Whether accepted tokens enter the draft cache only when `draft` or `write_pending_rows` runs next.
     has_pending_rows: bool = False
+    # Whether `commit` reads the tokens of accepted nodes. If not, its state has the tokens that the drafter gave them,
+    # and no text that a thinking budget forces is drafted in their place (`jspec.sampling.forced_draft`).
+    reads_accepted_tokens: ClassVar[bool] = True
     draft_window: int | None = None  # number of newest tokens that the drafter attends to; None: all
     mesh: Mesh | None = None  # mesh over a `DraftModel`'s own devices; None: the drafter is on the target's devices
 

@@ -111,6 +111,7 @@ class DraftModel(Pretrained):
     method = "target"
     weights_type = Model
     has_pending_rows = True
+    reads_accepted_tokens = False
 
     def __init__(
         self,

@@ -34,6 +34,7 @@ from jspec.draft.base import static_draft
 from jspec.models import kv_cache
 from jspec.models.decoder import TargetOut, forward
 from jspec.sampling import logprobs, penalties
+from jspec.sampling.forced_draft import draft_forced_text
 from jspec.sampling.sampler import with_noise
 from jspec.step.budget import apply_budget
 from jspec.step.program import Params, Program, view_of
@@ -128,7 +129,7 @@ def verify_and_commit(
 
 
 def draft_stage(program: Program, params: Params, state: SlotState, view: SlotView) -> tuple[Draft, Any]:
-    """Draft a tree, and mark nodes as invalid if they are deeper than their request allows.
+    """Draft a tree, with the text that a thinking budget forces, and no deeper than each request allows.
 
     If the tree has depth 0, the drafter only writes its pending rows.
     """
@@ -137,6 +138,9 @@ def draft_stage(program: Program, params: Params, state: SlotState, view: SlotVi
             draft_state = program.drafter.write_pending_rows(params.draft, state.draft, view)
             return static_draft(program.drafter.tree, view, [], []), draft_state
         draft, draft_state = program.drafter.draft(params.draft, state.draft, view)
+        if view.controls is not None and program.drafter.reads_accepted_tokens:
+            rows = view.controls.rows(view.slots)
+            draft = draft_forced_text(draft, rows, is_chain=program.drafter.tree.is_chain)
         within_cap = depths(ancestors(draft.parents)) <= view.sampling.draft_cap[:, None]
         return replace(draft, valid=draft.valid & within_cap), draft_state
 

@@ -216,15 +216,16 @@ class _Node:
 
 def _nodes(round: Round, tokenizer: Tokenizer | None) -> list[_Node]:
     """List the nodes to draw: the root, the draft nodes without padding, and the target's last token, if any."""
-    count = 1 + int((round.parents >= 0).sum())
+    drafted = np.flatnonzero(round.parents >= 0).tolist()
+    place = {node: index for index, node in enumerate([0, *drafted])}  # padding may be between the nodes
     path = {int(node) for node in round.path}
     nodes = [_Node(_token_text(int(round.tokens[0]), tokenizer), -1, is_target=True)]
-    for i in range(1, count):
+    for i in drafted:
         label = f"{_token_text(int(round.tokens[i]), tokenizer)} {round.scores[i]:.2f}"
-        nodes.append(_Node(label, int(round.parents[i]), accepted=i in path))
+        nodes.append(_Node(label, place[int(round.parents[i])], accepted=i in path))
     if len(round.emitted) > round.accept_len:
         text = _token_text(round.emitted[round.accept_len], tokenizer)
-        nodes.append(_Node(text, int(round.path[-1]), is_target=True))
+        nodes.append(_Node(text, place[int(round.path[-1])], is_target=True))
     return nodes
 
 

@@ -14,7 +14,8 @@ from jspec.core.config import EngineConfig
 from jspec.draft.base import Drafter
 from jspec.engine.input.input_processor import InputProcessor
 from jspec.engine.request.sampling_params import sample_seed
-from jspec.tools.testing import Scripted
+from jspec.step import decode
+from jspec.tools.testing import Random, Scripted
 from tests.reference import descent
 from tests.reference.masking import decoded
 from tests.reference.thinking import Budget
@@ -59,7 +60,8 @@ def requests() -> list[Asked]:
 def on_host(asked: Asked, end: str, seed: int | None = None) -> list[int]:
     """Decode token by token with the budget of the reference."""
     prompt, params = asked
-    budget = Budget(OPEN, CLOSE, ENDS[end], params.thinking_budget, params.grammar_field is not None)
+    text = lettered.Thoughtful().encode(end)
+    budget = Budget(OPEN, CLOSE, text, params.thinking_budget, params.grammar_field is not None)
     more: dict[str, Any] = dict(texts=lettered.THINKING_TEXTS, readers=READERS, answer=budget.answer)
     return decoded(prompt, params, seed, edit=budget.edited, **more)
 
@@ -163,6 +165,38 @@ def test_forced_text_and_natural_ends_are_accepted_as_drafts() -> None:
         if drafted and token == CLOSE
     }
     assert accepted == {True, False}
+
+
+TWENTY = "ab1{}c," * 3 + "c</think>"  # of 20 tokens
+
+
+@pytest.mark.parametrize("rule", ["coupled", "rejection"])
+def test_rounds_emit_a_forced_text_a_whole_draft_at_a_time(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The drafters do not know the text: if the rounds draft what they propose, they emit about a token each."""
+    tokens = lettered.Thoughtful()
+    forced = tokens.encode(TWENTY)
+    options: dict[str, Any] = dict(slots=2, max_len=engines.MAX_LEN, buckets=(2,), prefill_buckets=(16,))
+    options |= dict(tokenizer=tokens, eos_ids=(lettered.END,), thinking_end=TWENTY, accept=rule)
+    budget = 3
+    bias = {CLOSE: -50.0, lettered.END: -50.0}  # it never ends by itself
+    params = SamplingParams(max_tokens=budget + len(forced), thinking_budget=budget, seed=1, logit_bias=bias)
+    prompts = [PROMPTS["just open"], [4, 2, OPEN]]
+
+    def run() -> tuple[list[list[int]], int]:
+        drafter = Random(Tree.chain(4)) if rule == "rejection" else NGram("chain:4")
+        done = engines.make(engines.target(), drafter, **options).generate(prompts, params)
+        return [one.raise_for_error().token_ids for one in done], max(one.metrics.num_drafts for one in done)
+
+    outputs, rounds = run()
+    assert [one[budget:] for one in outputs] == [forced] * 2 and len(forced) == 20
+    assert rounds <= 5 + budget - 1, "the first token of an answer belongs to no round"
+    if rule == "rejection":
+        return
+    assert outputs == [on_host((prompt, params), TWENTY) for prompt in prompts]
+    monkeypatch.setattr(decode, "draft_forced_text", lambda draft, rows, is_chain: draft)
+    options |= dict(slots=3, buckets=(3,))  # other programs, which are traced anew
+    slow, rounds = run()
+    assert rounds > 12 and slow == outputs, "negative control"
 
 
 def test_samples_and_streams_keep_their_budget() -> None:

@@ -157,6 +157,9 @@ def test_plot_of_a_tree_labels_every_node_except_padding() -> None:
     ax = plot.tree(make_round([-1, 0, 0, 1, -1, -1], [0, 1, 3], bonus=120), load_tokenizer("bytes"))
     assert labels_of(ax) == ["a", "b -0.25", "c -0.50", "d -0.75", "x"]
     assert labels_of(plot.tree(make_round([-1, 0], [0], bonus=None))) == ["#97", "#98 -0.25"]
+    joined = plot.tree(make_round([-1, 0, -1, 1, 3, -1], [0, 1, 3, 4], bonus=120), load_tokenizer("bytes"))
+    assert labels_of(joined) == ["a", "b -0.25", "d -0.75", "e -1.00", "x"]
+    assert [text.get_position()[0] for text in joined.texts] == [0, 1, 2, 3, 4]
 
 
 def test_plot_of_a_tree_has_a_column_per_depth_with_siblings_in_order() -> None:

@@ -32,11 +32,9 @@ def acceptance_json(metrics: Metrics) -> dict[str, Any]:
 def prediction_details(metrics: Metrics) -> dict[str, int]:
     """Return the counters that the usage of a request with a prediction has.
 
-    They count the draft tokens of all the request's rounds, from the prediction and from elsewhere: those that were
-    accepted and emitted, and those that were verified and not emitted.
+    They count the draft tokens of the look-up in all the request's rounds, from the prediction and from the request's
+    text: those that were accepted and emitted, and those that were verified and not emitted.
     """
-    accepted = metrics.num_accepted_tokens
-    return {
-        "accepted_prediction_tokens": accepted,
-        "rejected_prediction_tokens": metrics.num_draft_tokens - accepted,
-    }
+    drafted = metrics.num_draft_tokens_per_source.get("lookup", metrics.num_draft_tokens)
+    accepted = metrics.num_accepted_tokens_per_source.get("lookup", metrics.num_accepted_tokens)
+    return {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
