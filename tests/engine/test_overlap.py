@@ -64,7 +64,7 @@ def test_engine_overlap_with_a_slow_host_is_over_1_3_times_faster(slow: Engine) 
     """Negative control: two runs without overlap take equal times."""
 
     def seconds(overlap: bool) -> float:
-        slow.threads._config = replace(slow.config, overlap=overlap)
+        slow.threads.config = replace(slow.config, overlap=overlap)
         with ByHand(slow) as by_hand:
             request = by_hand.submit([5] * 8, PARAMS)
             began = time.perf_counter()

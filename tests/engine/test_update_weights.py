@@ -302,7 +302,7 @@ def test_refused_updates_change_nothing(engine: Engine, old: Engine) -> None:
     cases: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
         (wide, {}, ValueError, "update_weights: expected a target of the same config as the engine's"),
         (odd, {}, ValueError, "other: target.norm (float32[15] on [0] for float32[16] on [0])"),
-        (deleted, {}, ValueError, "update_weights: expected arrays, got some that were deleted"),
+        (deleted, {}, ValueError, "update_weights: weights: expected arrays, got some that were deleted"),
         ({}, {}, ValueError, "the tensors do not match the config (missing:"),
         (5, {}, TypeError, "update_weights: weights: expected a Model, a mapping of arrays"),
         (layers, {"requests": "in_place"}, ValueError, "update_weights: requests: expected one of 'retract', 'keep'"),

@@ -48,7 +48,7 @@ SIZES: dict[str, Any] = dict(
 STEPS, DRAWN = 3, 12
 
 
-class Letters:
+class Characters:
     """A tokenizer with a token for each character, whose end token is also its padding unless told otherwise."""
 
     def __init__(self, pad: int = 2) -> None:
@@ -84,7 +84,7 @@ def of_tunix(model: Any, tokens: np.ndarray) -> np.ndarray:
 
 
 def rollout(config: RolloutConfig | None = None, *, pad: int = 2, seed: int = 0, **options: Any) -> JspecRollout:
-    return JspecRollout(actor(seed), Letters(pad), one_device(), config or sampled(), slots=16, **options)
+    return JspecRollout(actor(seed), Characters(pad), one_device(), config or sampled(), slots=16, **options)
 
 
 def one_device() -> Mesh:
@@ -134,7 +134,7 @@ class Run:
             ),
             rollout_config=sampled(),
         )
-        cluster = RLCluster(actor=actor(), reference=actor(), tokenizer=Letters(), cluster_config=config)
+        cluster = RLCluster(actor=actor(), reference=actor(), tokenizer=Characters(), cluster_config=config)
         self._cluster, self._generate = cluster, cluster.rollout.generate
         cluster.rollout.generate = self._compared  # type: ignore[method-assign]
         method = GRPOConfig(num_generations=4, num_iterations=1, beta=0.04)
@@ -210,7 +210,7 @@ def test_padding_that_ends_no_text_is_never_drawn() -> None:
 def test_worker_keeps_its_model_to_itself() -> None:
     """Tunix never updates a worker whose module has the trainer's arrays."""
     trainers = actor()
-    worker = JspecRollout(trainers, Letters(), one_device(), sampled(), slots=2)
+    worker = JspecRollout(trainers, Characters(), one_device(), sampled(), slots=2)
     assert not is_sharing_weights(trainers, worker.model())
     assert is_sharing_weights(trainers, trainers), "control"
     before = worker.generate(["AB"], sampled(temperature=0.0)).tokens[0]
@@ -230,4 +230,4 @@ def test_models_and_options_that_would_train_another_model_are_refused() -> None
     with pytest.raises(ValueError, match="generate: expected at most 20 tokens with a prompt's completion, got 24"):
         rollout().generate(["AB", "CDEFGHIJKLM"], sampled())
     with pytest.raises(ValueError, match="mesh: expected a mesh of one device for the rollout, got 2"):
-        JspecRollout(actor(), Letters(), Mesh(np.array(jax.devices()[:2]), ("tp",)), sampled())
+        JspecRollout(actor(), Characters(), Mesh(np.array(jax.devices()[:2]), ("tp",)), sampled())

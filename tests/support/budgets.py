@@ -38,7 +38,7 @@ BUDGETS = {
     "tests/engine/test_replicas.py": 14,
     "tests/engine/test_tensor_parallel.py": 61,
     "tests/engine/test_thinking.py": 41,
-    "tests/engine/test_update_weights.py": 90,
+    "tests/engine/test_update_weights.py": 100,
     "tests/rollouts/test_tunix.py": 50,
     "tests/train/test_log_probs.py": 18,
     "tests/faults/test_nan_logits.py": 13,
