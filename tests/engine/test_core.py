@@ -76,7 +76,7 @@ def test_engine_with_any_dispatch_options_and_page_size_emits_equal_tokens(
     either: Engine, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, overlap: bool
 ) -> None:
     """Five requests share two slots, so requests run together and one after another."""
-    monkeypatch.setattr(either.threads, "_config", replace(either.config, overlap=overlap))
+    monkeypatch.setattr(either.threads, "config", replace(either.config, overlap=overlap))
     done = either.generate(PROMPTS, PARAMS)
     assert [completion.token_ids for completion in done] == expected
     assert [len(completion.token_ids) for completion in done] == [p.max_tokens for p in PARAMS]
