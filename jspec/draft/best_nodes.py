@@ -44,7 +44,7 @@ def keep_best_nodes(draft: Draft, nodes: int, implementation: Any = "auto") -> D
     def take(field: Array | None) -> Array | None:
         return None if field is None else jnp.take_along_axis(field, places, axis=1)
 
-    fields = {name: take(getattr(draft, name)) for name in ("tokens", "scores", "confidence")}
+    fields = {name: take(getattr(draft, name)) for name in ("tokens", "scores", "confidence", "from_lookup")}
     valid = jnp.take_along_axis(is_usable, places, axis=1)
     is_node = jax.lax.broadcasted_iota(jnp.int32, valid.shape, 1) > 0
     parents = jnp.where(valid & is_node, jnp.pad(parents, ((0, 0), (1, 0))), -1)

@@ -140,7 +140,7 @@ def test_kept_nodes_of_a_joined_tree_are_those_of_highest_score_and_their_parent
         best = sorted(sorted(np.flatnonzero(valid).tolist(), key=lambda node: (-scores[node], node))[:count])
         nodes = np.flatnonzero(kept.valid[row]).tolist()
         assert len(nodes) == len(best) and np.all(np.asarray(kept.parents)[row][~np.asarray(kept.valid)[row]] == -1)
-        for name in ("tokens", "scores", "confidence"):
+        for name in ("tokens", "scores", "confidence", "from_lookup"):
             mine, every = (np.asarray(getattr(record, name))[row] for record in (kept, joined))
             assert mine[nodes].tolist() == every[best].tolist(), name
         parents = [nodes[best.index(int(joined.parents[row, node]))] for node in best[1:]]

@@ -8,6 +8,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +199,42 @@ def test_weights_of_another_dtype_or_device_come_to_those_of_the_engine(engine: 
     assert norm.dtype == jnp.float32 and engine.generate(PROMPTS[0], max_tokens=2)
 
 
+def outcome(call: Callable[[], object]) -> object:
+    """Return the result of a call, or its error."""
+    try:
+        return call()
+    except RuntimeError as error:
+        return error
+
+
+def test_update_in_a_callback_of_the_engine_is_refused_and_an_interrupted_one_is_not_made(
+    engine: Engine, old: Engine, new: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.update_weights(old_target())
+    refused: list[object] = []
+    done = threading.Event()
+    engine.threads.call(lambda: refused.append(outcome(lambda: engine.update_weights(new_target()))) or done.set())
+    assert done.wait(60)
+    assert "expected another thread than the engine's own" in str(refused[0])
+    may_run = threading.Event()
+    engine.threads.call(may_run.wait)
+    first = engine.submit(PROMPTS[0], max_tokens=30, temperature=0.0)
+    with monkeypatch.context() as patch:
+
+        def interrupted(self: object, timeout: float | None = None) -> None:
+            raise KeyboardInterrupt
+
+        patch.setattr(Future, "result", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.update_weights(new_target(), requests="wait")
+    may_run.set()
+    wanted = after(old, PROMPTS[0], [], {"max_tokens": 30, "temperature": 0.0})
+    assert engine.result(first).token_ids == wanted
+    assert engine.generate(PROMPTS[0], max_tokens=30, temperature=0.0)[0].token_ids == wanted
+    engine.update_weights(new_target(), requests="wait")
+    assert tokens(engine) == tokens(new)
+
+
 def test_sleeping_engine_refuses_to_wait_and_close_ends_an_update_that_waits() -> None:
     with make(old_target(), **OPTIONS) as engine:
         engine.submit(PROMPTS[0], max_tokens=4)
@@ -215,7 +252,7 @@ def test_sleeping_engine_refuses_to_wait_and_close_ends_an_update_that_waits() -
         engine.submit(PROMPTS[0], max_tokens=40)
         ended: list[object] = []
         updater = threading.Thread(
-            target=lambda: ended.append(engine.update_weights(new_target(), requests="wait").version)
+            target=lambda: ended.append(outcome(lambda: engine.update_weights(new_target(), requests="wait")))
         )
         updater.start()
         closer = threading.Thread(target=engine.close)
@@ -224,6 +261,7 @@ def test_sleeping_engine_refuses_to_wait_and_close_ends_an_update_that_waits() -
         updater.join(60)
         closer.join(60)
         assert not updater.is_alive() and not closer.is_alive()
+        assert isinstance(ended[0], RuntimeError), "it is not said to have been carried out"
     with pytest.raises(RuntimeError, match="this engine is closed; make a new one"):
         engine.update_weights(new_target())
 
@@ -268,7 +306,7 @@ def test_update_that_waits_ends_earlier_requests_first_and_holds_later_ones(
     updater.start()
     engine.threads.call(lambda: None)
     may_run.set()
-    while not engine.core._call and updater.is_alive():
+    while not engine.core._calls and updater.is_alive():
         time.sleep(0.001)
     later = engine.submit(PROMPTS[0], params)
     assert engine.result(first).token_ids == after(old, PROMPTS[0], [], params)

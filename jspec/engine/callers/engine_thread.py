@@ -137,6 +137,8 @@ class EngineThread:
         """
 
         def call() -> tuple[dict[str, int], T]:
+            if self._stopped:
+                raise RuntimeError("this engine was closed meanwhile; make a new one")
             with self.recovery:
                 self.core.read_all()
             return settle(self.core, requests, self._deliveries.unfinished()), function()
@@ -147,10 +149,14 @@ class EngineThread:
             call, lambda made: self.call(lambda: self.core.call_after(set(self._deliveries.unfinished()), made))
         )
 
-    def _later(self, function: Callable[[], T], put: Callable[[Callable[[], object]], None]) -> T:
-        """Return the result of a function after another one has let the thread call it."""
+    def check_other_thread(self) -> None:
+        """Raise a RuntimeError in the engine's own thread, which is within a step."""
         if self._thread is threading.current_thread():
             raise RuntimeError("expected another thread than the engine's own, got this one, as in a callback")
+
+    def _later(self, function: Callable[[], T], put: Callable[[Callable[[], object]], None]) -> T:
+        """Return the result of a function after another one has let the thread call it."""
+        self.check_other_thread()
         if self.is_current:  # the caller makes the turns by hand
             return function()
         self.start()
@@ -158,7 +164,11 @@ class EngineThread:
         with self._lock:
             self.check_open()
             put(partial(_set_result, done, function))
-        return done.result()
+        try:
+            return done.result()
+        except BaseException:
+            done.cancel()  # after Ctrl-C of the caller the function is not called any more
+            raise
 
     def close(self) -> None:
         """Abort all requests, deliver their last chunks, wait for the end of the thread and free the device memory."""
@@ -352,7 +362,7 @@ class EngineThread:
                 self._abort_all(unfinished)
             else:
                 self.core.fail(unfinished, caused_by(error, ENDED))
-            self.core.step(overlap=False)  # makes the call that waits for the requests
+            self.core.end_calls()
         finally:
             self._deliveries.close()
 
@@ -361,7 +371,9 @@ def _nothing() -> None: ...  # wakes the thread
 
 
 def _set_result(done: Future[T], function: Callable[[], T]) -> None:
-    """Set a future to the result of a function, or to its error."""
+    """Set a future to the result of a function, or to its error; do nothing if the future was cancelled."""
+    if not done.set_running_or_notify_cancel():
+        return
     try:
         done.set_result(function())
     except Exception as error:

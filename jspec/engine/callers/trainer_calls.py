@@ -45,13 +45,13 @@ class TrainerCalls(abc.ABC):
         copy: bool = True,
         version: int | None = None,
     ) -> WeightUpdate:
-        """Replace the target's weights, between two steps; no program is compiled, and the prefix cache is emptied.
+        """Replace the target's weights, between two steps; the engine compiles nothing, and forgets its prefix cache.
 
         Everything is checked first; a refused update changes nothing.
 
         Args:
             weights: a `Model`; a mapping of jax or numpy arrays by the names of a Hugging Face checkpoint; or a folder
-                or hub id of a checkpoint. They are converted to the engine's dtype, devices and quantisation.
+                or hub id of a checkpoint. They are converted to the engine's dtype, devices and ``quantize=``.
             requests: what happens to requests under way. "retract": they keep their tokens and compute their cache rows
                 anew; "keep": they also keep the rows of the old weights, so their later tokens have a mixture of both;
                 "abort": they end with ``finish_reason="abort"``; "wait": they end under the old weights first, and
@@ -71,8 +71,7 @@ class TrainerCalls(abc.ABC):
         check_mode("update_weights", requests)
         if version is not None and type(version) is not int:
             raise TypeError(f"update_weights: version: expected an int or None, got {short(version)}")
-        self._check_trainer("update_weights", requests)
-        with self._in_order() as engines:
+        with self._in_order("update_weights", requests) as engines:
             prepared = [_prepare(engine, weights, drafter, copy) for engine in engines]  # before any is changed
             if version is None:
                 version = 1 + max(engine.core.weight_version for engine in engines)
@@ -110,8 +109,7 @@ class TrainerCalls(abc.ABC):
         if weights not in WEIGHTS_ASLEEP:
             names = ", ".join(map(repr, WEIGHTS_ASLEEP))
             raise ValueError(f"sleep: weights: expected one of {names}, got {short(weights)}")
-        self._check_trainer("sleep", requests)
-        with self._in_order() as engines:
+        with self._in_order("sleep", requests) as engines:
             for engine in engines:
                 engine.settled(requests, partial(engine.core.sleep, weights))
 
@@ -123,8 +121,7 @@ class TrainerCalls(abc.ABC):
             RuntimeError: the weights were dropped, and no others were given.
             ValueError: the memory does not suffice; the engine still sleeps then.
         """
-        self._check_alive()
-        with self._in_order() as engines:
+        with self._in_order("wake_up") as engines:
             for engine in engines:
                 engine.between_steps(engine.core.wake)
 
@@ -139,29 +136,38 @@ class TrainerCalls(abc.ABC):
         return min(engine.core.weight_version for engine in self._engines)
 
     @contextlib.contextmanager
-    def _in_order(self) -> Iterator[Sequence[EngineThread]]:
-        """Wait for the calls of other threads, so that several engines get the same weights; give the engines."""
+    def _in_order(self, call: str, requests: str = "retract") -> Iterator[Sequence[EngineThread]]:
+        """Wait for the calls of other threads, so that several engines get the same weights; give the engines.
+
+        Raises:
+            RuntimeError, NotImplementedError: the engines cannot carry out a call in this thread, or at all.
+        """
+        self._check_alive()
         engines = self._engines
         with contextlib.ExitStack() as locks:
             for engine in engines:
-                locks.enter_context(engine.updating)
+                engine.check_other_thread()
+                if not engine.updating.acquire(blocking=not engine.is_current):
+                    raise RuntimeError(f"{call}: expected no other such call while steps are made by hand, got one")
+                locks.callback(engine.updating.release)
+            for engine in engines:
+                _check_call(engine, call, requests)
             yield engines
 
-    def _check_trainer(self, call: str, requests: str) -> None:
-        """Raise an error if the engines cannot carry out a call."""
-        self._check_alive()
-        for engine in self._engines:
-            if spans_processes(engine.core.runner.program.mesh):
-                raise NotImplementedError(
-                    f"{call}: expected an engine whose devices are all of this process, got one with devices of "
-                    "several; close it in all processes, and make a new one"
-                )
-            if requests == "wait" and (engine.is_current or engine.core.is_asleep):
-                reason = "the engine sleeps" if engine.core.is_asleep else "this thread runs its steps"
-                raise RuntimeError(
-                    f'{call}: requests="wait": expected an engine whose requests can end meanwhile, but {reason}; pass '
-                    'requests="retract"'
-                )
+
+def _check_call(engine: EngineThread, call: str, requests: str) -> None:
+    """Raise an error if an engine cannot carry out a call."""
+    if spans_processes(engine.core.runner.program.mesh):
+        raise NotImplementedError(
+            f"{call}: expected an engine whose devices are all of this process, got one with devices of several; close "
+            "it in all processes, and make a new one"
+        )
+    if requests == "wait" and (engine.is_current or engine.core.is_asleep):
+        reason = "the engine sleeps" if engine.core.is_asleep else "this thread runs its steps"
+        raise RuntimeError(
+            f'{call}: requests="wait": expected an engine whose requests can end meanwhile, but {reason}; pass '
+            'requests="retract"'
+        )
 
 
 def _prepare(

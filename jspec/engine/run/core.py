@@ -56,8 +56,8 @@ class EngineCore:
         self.live = LiveRequests()
         self.weight_version = 0
         self.is_asleep = False
-        self._held: list[Request] = []  # requests that wait for the call of `call_after`
-        self._call: tuple[Collection[Request], Callable[[], object]] | None = None
+        self._held: list[Request] = []  # requests that wait for a call of `call_after`
+        self._calls: deque[tuple[Collection[Request], Callable[[], object]]] = deque()
 
     # -- the loop
 
@@ -67,7 +67,7 @@ class EngineCore:
         Args:
             overlap: whether to leave the result of the newest step unread, so that the host works while it runs.
         """
-        self._make_call()
+        self._make_calls()
         if self.is_asleep:
             return False
         self.stopwatch.come_back()
@@ -87,22 +87,23 @@ class EngineCore:
     def call_after(self, requests: Collection[Request], call: Callable[[], object]) -> None:
         """Call a function once some requests have ended; others that are queued meanwhile wait for it.
 
-        There may be one such call at a time. An error of the function is not caught.
+        Calls are made in order. An error of the function is not caught.
         """
-        assert self._call is None, "another call waits"
-        self._call = requests, call
+        self._calls.append((requests, call))
 
-    def _make_call(self) -> None:
-        """Make the call of `call_after` if its requests have ended, and queue the requests that waited for it."""
-        if self._call is None or any(request.finish_reason is None for request in self._call[0]):
-            return
-        _, call = self._call
-        self._call = None
-        call()
-        held, self._held = self._held, []
-        for request in held:
-            if request.finish_reason is None:
-                self._queue(request)
+    def _make_calls(self) -> None:
+        """Make the calls of `call_after` whose requests have ended, and queue the requests that waited for them."""
+        while self._calls and all(request.finish_reason is not None for request in self._calls[0][0]):
+            self._calls.popleft()[1]()
+            held, self._held = self._held, []
+            for request in held:
+                if request.finish_reason is None:
+                    self._queue_or_hold(request)
+
+    def end_calls(self) -> None:
+        """Make all calls of `call_after`, whether their requests have ended or not."""
+        while self._calls:
+            self._calls.popleft()[1]()
 
     def _needs_newest_tokens(self) -> bool:
         """Return whether the next dispatch needs grammar masks that the host computes from the newest tokens."""
@@ -193,12 +194,12 @@ class EngineCore:
         """
         request.output.queued_at = queued_at
         request.state.prefill_sizes = self.runner.choice.prefill_sizes(request)
-        if self._call is not None and request not in self._call[0]:
-            self._held.append(request)
-        else:
-            self._queue(request)
+        self._queue_or_hold(request)
 
-    def _queue(self, request: Request) -> None:
+    def _queue_or_hold(self, request: Request) -> None:
+        if self._calls and request not in self._calls[0][0]:
+            self._held.append(request)
+            return
         request.output.weight_versions = [(0, self.weight_version)]
         self.live.add(request)
         self.scheduler.add(request)
