@@ -75,8 +75,8 @@ class EngineConfig:
             the emitted tokens. Its options are arguments of `jspec.verify.Typical`.
         draft_window: number of newest tokens that the drafter attends to; None: the drafter's own setting.
         predicted_tokens: largest number of tokens of a request's `prediction`, a text that its output will probably
-            repeat. It needs a drafter with a look-up and accept="coupled", takes 4 bytes per slot and token, and costs some time in every
-            round. 0: no request may have one.
+            repeat. It needs a drafter with a look-up and accept="coupled", takes 4 bytes per slot and token, and costs
+            some time in every round. 0: no request may have one.
         adaptive: before every dispatch, choose the draft depth from measured acceptance and cost. This needs
             accept="coupled", or another rule under which the emitted tokens do not depend on the draft
             (`jspec.core.accept_rule.AcceptRule.is_draft_independent`). With ``compile_ahead`` each program of a round
@@ -195,8 +195,8 @@ class EngineConfig:
             )
         if self.predicted_tokens and not is_independent:
             raise ValueError(
-                f'predicted_tokens: expected accept="coupled", got {rule!r}, under which a prediction that a caller has '
-                "from an answer with the same seed would change the distribution; leave it out"
+                f'predicted_tokens: expected accept="coupled", got {rule!r}, under which a prediction that is an '
+                "earlier answer with the same seed would change the distribution; leave it out"
             )
         for name, least in {"draft_depths": 0, "draft_nodes": 1}.items():
             sizes = getattr(self, name)

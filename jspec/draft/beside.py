@@ -70,8 +70,8 @@ class Beside(Drafter):
         threshold: smallest length of a match in tokens of which the continuation is drafted; None: of any match with
             "beside", and with "replace" by the learned rates.
         nodes: most nodes that a round verifies in each row with "beside", the root included; None: all. The head's
-            tokens may not be drawn at random: the accept rule is "coupled", "multi_candidate" or
-            "typical", or the tree dynamic.
+            tokens may not be drawn at random: the accept rule is "coupled", "multi_candidate" or "typical", or the tree
+            dynamic.
 
     Raises:
         TypeError: an argument is of another type.

@@ -22,7 +22,8 @@ class Metrics:
         num_draft_tokens: number of draft tokens that were verified.
         num_accepted_tokens: number of draft tokens that were accepted and emitted.
         num_draft_tokens_per_source: those of ``num_draft_tokens`` that the "head" and the "lookup" of a `Beside`
-            drafted; empty with another drafter. A token that both drafted in a tree counts as the head's.
+            drafted; empty with another drafter. A token that both drafted in a tree counts as the head's,
+            and one of a text that a thinking budget forces as that of whose node it takes.
         num_accepted_tokens_per_source: those of ``num_accepted_tokens`` of each source.
         num_accepted_per_position: entry i is the number of rounds that accepted more than i draft tokens; those after
             the end of a request count here, so that the shares of late positions are not too low.
