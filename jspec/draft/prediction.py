@@ -87,7 +87,7 @@ class Places:
     def follow(self, view: SlotView, verdict: Verdict) -> Self:
         """Return the places after the tokens that a round emitted.
 
-        If the first token is the one that was tried, the place moves behind the last token that still agrees.
+        If the first token is the one that was tried, the place moves to the token after the last one that still agrees.
         """
         assert view.predictions is not None
         tried, reached = (_rows(field, view, 0) for field in (self.tried, self.reached))

@@ -105,7 +105,7 @@ def joined_like(model: Model, other: Model) -> Model:
 
 
 def _is_later(name: str, config: ModelConfig) -> bool:
-    """Return whether a stored tensor is of a layer behind the last one, which predicts further tokens."""
+    """Return whether a stored tensor is of a layer after the model's last one, which predicts further tokens."""
     (bare,) = text_names([name])
     layer = re.match(r"model\.layers\.(\d+)\.", bare)
     return bool(LATER_TENSORS.fullmatch(bare)) or (layer is not None and int(layer[1]) >= config.num_layers)

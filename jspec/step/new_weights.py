@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jspec.core.config import EngineConfig
+from jspec.core.shared_leaves import once
 from jspec.core.shorten import short
 from jspec.draft.base import Drafter
 from jspec.draft.beside import Beside
@@ -18,7 +19,7 @@ from jspec.draft.mtp import MTP
 from jspec.models import exchange, load
 from jspec.models.decoder import Model
 from jspec.step.program import Params, Program
-from jspec.step.weights import bound, check_config, check_live, check_shapes, on_devices, once, without
+from jspec.step.weights import bound, check_config, check_live, check_shapes, drafter_on, on_devices, without
 from jspec.step.weights_off_devices import arrays_of, back_on_devices, with_arrays
 
 WeightSource = Model | Mapping[str, Any] | str | os.PathLike[str]
@@ -48,7 +49,7 @@ def new_weights(
     proposes = _drafter_of(drafter, program, config)
     check_live("drafter", arrays_of(proposes))
     if copy and isinstance(drafter, Drafter):
-        proposes = with_arrays(proposes, once(jnp.copy))
+        proposes = with_arrays(proposes, once(_copied))
     proposes, _ = back_on_devices(proposes, Params(target=None, draft=()))  # they may be on the host
     model = _in_form(_model_of(weights, program, old, config), old, program.mesh)
     target = on_devices(model, config, program.mesh)
@@ -60,13 +61,17 @@ def new_weights(
     return proposes, jax.block_until_ready(params)
 
 
+def _copied(leaf: Any) -> Any:
+    return jnp.copy(leaf) if isinstance(leaf, jax.Array) else leaf
+
+
 def _in_form(model: Model, old: Params, mesh: Mesh | None) -> Model:
     """Return a model with the dtype of the engine's target, on its device if it has one, and with experts as there."""
-    dtype, own = old.main.dtype, model.dtype
-    (sharding, *_) = (leaf.sharding for leaf in jax.tree.leaves(old.main))
+    dtype, given_dtype = old.main.dtype, model.dtype
+    sharding = jax.tree.leaves(old.main)[0].sharding
 
     def converted(leaf: Any) -> Any:
-        leaf = leaf.astype(dtype) if leaf.dtype == own != dtype else leaf
+        leaf = leaf.astype(dtype) if leaf.dtype == given_dtype != dtype else leaf
         return leaf if mesh is not None else jax.device_put(leaf, sharding)
 
     return exchange.joined_like(jax.tree.map(converted, model), old.main)
@@ -101,6 +106,4 @@ def _drafter_of(drafter: Drafter | str | None, program: Program, config: EngineC
         return old
     if not isinstance(drafter, Drafter) or type(drafter) is not type(old) or drafter.tree != old.tree:
         raise ValueError(f"update_weights: drafter: expected one like the engine's {old!r}, got {short(drafter)}")
-    if config.draft_window is not None:
-        drafter = drafter.with_window(config.draft_window)
-    return drafter if program.mesh is None else drafter.on_mesh(program.mesh)
+    return drafter_on(drafter, config, program.mesh)

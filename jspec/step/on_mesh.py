@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from jspec.core.config import EngineConfig
 from jspec.core.records import SlotState
+from jspec.core.shared_leaves import once
 from jspec.core.shorten import short
 from jspec.models.decoder import Model
 from jspec.models.parts.kv_pool import PoolShape
@@ -168,12 +169,7 @@ def on_one(program: Program, params: Params) -> tuple[Program, Params]:
 
 def shared_shapes(tree: Any) -> Any:
     """Return the shapes of arrays of one device; arrays that are shared in the tree are shared shapes."""
-    made: dict[int, jax.ShapeDtypeStruct] = {}
-
-    def shape(leaf: Any) -> jax.ShapeDtypeStruct:
-        return made.setdefault(id(leaf), jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
-
-    return jax.tree.map(shape, tree)
+    return jax.tree.map(once(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)), tree)
 
 
 def shapes_of(tree: Any, mesh: Mesh | None) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from jspec.core.config import EngineConfig
+from jspec.core.shared_leaves import once
 from jspec.draft.base import Drafter
 from jspec.draft.dflash_head import BoundDFlash
 from jspec.draft.draft_model import BoundModel
@@ -34,6 +35,13 @@ def on_devices(target: Model, config: EngineConfig, mesh: Mesh | None) -> Model:
     target = for_length(target, config.max_len)
     target = jax.tree.map(_on_one, target) if mesh is None else place(target, mesh)
     return target if config.quantize is None else quantize_weights(target, config.quantize)
+
+
+def drafter_on(drafter: Drafter, config: EngineConfig, mesh: Mesh | None) -> Drafter:
+    """Return a drafter with the engine's ``draft_window``, divided over its mesh."""
+    if config.draft_window is not None:
+        drafter = drafter.with_window(config.draft_window)
+    return drafter if mesh is None else drafter.on_mesh(mesh)
 
 
 def _on_one(leaf: Any) -> Any:
@@ -109,20 +117,6 @@ def _buffers(leaf: Any) -> list[int]:
     if not isinstance(leaf, jax.Array):
         return []
     return [part.data.unsafe_buffer_pointer() for part in leaf.addressable_shards]
-
-
-def once(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return a function that is called once for an array that is shared in a tree, and leaves other leaves as is."""
-    made: dict[int, tuple[Any, Any]] = {}  # with the array, so that no other gets its id
-
-    def call(leaf: Any) -> Any:
-        if not isinstance(leaf, jax.Array):
-            return leaf
-        if id(leaf) not in made:
-            made[id(leaf)] = leaf, function(leaf)
-        return made[id(leaf)][1]
-
-    return call
 
 
 def _leaves(params: Params) -> Mapping[str, str]:

@@ -10,9 +10,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from jspec.core.shared_leaves import once
 from jspec.draft.base import Drafter
 from jspec.step.program import Params
-from jspec.step.weights import once
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,11 +37,15 @@ def off_devices(drafter: Drafter, params: Params, where: str) -> tuple[Drafter, 
     Args:
         where: "host"; or "drop": the weights become shapes. The drafter's own arrays go to the host in either case.
     """
-    to_host = once(lambda leaf: HostArray(np.array(leaf), leaf.sharding))
+    to_host = once(_on_host)
     kept = with_arrays(drafter, to_host)
     if where == "host":
         return kept, jax.tree.map(to_host, params)
     return kept, jax.tree.map(_shape, params)
+
+
+def _on_host(leaf: Any) -> Any:
+    return HostArray(np.array(leaf), leaf.sharding) if isinstance(leaf, jax.Array) else leaf
 
 
 def _shape(leaf: Any) -> Any:
@@ -60,15 +64,7 @@ def back_on_devices(drafter: Drafter, params: Params) -> tuple[Drafter, Params]:
         raise RuntimeError(
             'wake_up: expected weights, but sleep(weights="drop") dropped them; call update_weights(weights) first'
         )
-    put: dict[int, Any] = {}
-
-    def back(leaf: Any) -> Any:
-        if not isinstance(leaf, HostArray):
-            return leaf
-        if id(leaf) not in put:
-            put[id(leaf)] = jax.device_put(leaf.values, leaf.sharding)
-        return put[id(leaf)]
-
+    back = once(lambda leaf: jax.device_put(leaf.values, leaf.sharding) if isinstance(leaf, HostArray) else leaf)
     return with_arrays(drafter, back), jax.tree.map(back, params)
 
 
@@ -83,11 +79,11 @@ def with_arrays(drafter: Drafter, function: Callable[[Any], Any]) -> Drafter:
 
 def arrays_of(drafter: Drafter) -> list[jax.Array]:
     """Return the arrays that a drafter and its parts hold."""
-    found: list[jax.Array] = []
+    arrays: list[jax.Array] = []
 
     def note(leaf: Any) -> Any:
-        found.extend([leaf] if isinstance(leaf, jax.Array) else [])
+        arrays.extend([leaf] if isinstance(leaf, jax.Array) else [])
         return leaf
 
     with_arrays(drafter, note)
-    return found
+    return arrays

@@ -38,8 +38,8 @@ def log_probs(
     """Return the log-probability of each token after the tokens before it, as a deterministic engine computes it.
 
     The values are those of ``Completion.logprobs`` of an engine with ``deterministic=True`` and of this model, bit for
-    bit, whatever it drafts; for its float32 or bfloat16 weights, on the same device. They have a gradient with respect
-    to the model.
+    bit, whatever it drafts, on devices of one kind. Weights are float32 or bfloat16. The values have a gradient with
+    respect to the model.
 
     In a program of the caller's own, such as a jitted loss, XLA may leave out roundings to bfloat16, and then the bits
     differ. So compile it with ``jax.jit(loss, compiler_options=jspec.train.OPTIONS)``; without these options the values

@@ -109,7 +109,7 @@ class LookupRun:
         return best_matches(old + self.texts, len(old) + slot, self.drafter, predicted)
 
     def follow(self, slot: int, emitted: list[int]) -> None:
-        """Move the place in the prediction behind the emitted tokens, if the tried ones were right."""
+        """Move the place in the prediction after the emitted tokens, if the tried ones were right."""
         best, tokens, tried = self.best(slot), self.predicted[slot], self.reached[slot]
         if best and best[0].is_predicted and best[0].length:
             tried = len(tokens) - len(best[0].tail)

@@ -12,7 +12,7 @@ from jspec.core.thinking import MAX_FORCED
 from jspec.engine.grammar.token_table import NOWHERE
 from jspec.engine.request.request import Request
 from jspec.engine.request.sampling_params import SamplingParams
-from jspec.engine.text.tokenizer import Tokenizer
+from jspec.engine.text.tokenizer import Tokenizer, without_hidden
 from jspec.sampling.penalties import GENERATED, IN_PROMPT, LOOK_BACK, MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, pack
 
 Words = tuple[tuple[int, ...], ...]
@@ -38,7 +38,8 @@ def bad_words(params: SamplingParams, tokenizer: Tokenizer | None) -> Words:
                 "tokenizer= to the engine or give ids"
             )
         plain, blank, newline, after_newline = (
-            _ids(text, tokenizer) for text in (word, " " + word.lstrip(" "), "\n", "\n" + word)
+            tuple(without_hidden(tokenizer.encode(text), tokenizer))
+            for text in (word, " " + word.lstrip(" "), "\n", "\n" + word)
         )
         spellings = [plain, blank]
         if after_newline[: len(newline)] == newline:
@@ -49,10 +50,6 @@ def bad_words(params: SamplingParams, tokenizer: Tokenizer | None) -> Words:
             )
         words |= dict.fromkeys(spellings)
     return tuple(words)
-
-
-def _ids(text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
-    return tuple(token for token in tokenizer.encode(text) if token not in tokenizer.hidden_ids)
 
 
 def check(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jspec.core.shorten import short
 from jspec.engine.request.too_long import CHARACTERS_PER_TOKEN
-from jspec.engine.text.tokenizer import Tokenizer, encode
+from jspec.engine.text.tokenizer import Tokenizer, encode, without_hidden
 
 
 def predicted_ids(
@@ -36,8 +36,9 @@ def predicted_ids(
         if len(prediction) > most * CHARACTERS_PER_TOKEN:  # before it is tokenised
             characters = f"{most * CHARACTERS_PER_TOKEN} characters ({CHARACTERS_PER_TOKEN} for each of {most} tokens)"
             raise ValueError(f"prediction: expected at most {characters}, got {len(prediction)}; {longer}")
-        hidden = frozenset() if tokenizer is None else tokenizer.hidden_ids
-        ids = tuple(token for token in encode(tokenizer, prediction, "prediction") if token not in hidden)
+        encoded = encode(tokenizer, prediction, "prediction")
+        assert tokenizer is not None
+        ids = tuple(without_hidden(encoded, tokenizer))
     if len(ids) > most:
         raise ValueError(f"prediction: expected at most {most} tokens, got {len(ids)}; {longer}")
     wrong = next((token for token in ids if token >= vocab_size), None)

@@ -12,6 +12,7 @@ from jspec.engine.reading import reasoning
 from jspec.engine.reading.answers import template_of
 from jspec.engine.reading.reasoning import ReasoningFormat
 from jspec.engine.request.sampling_params import SamplingParams
+from jspec.engine.text.tokenizer import without_hidden
 
 
 class ThinkingInput:
@@ -138,4 +139,4 @@ def _token_of(tokenizer: Any, marker: str) -> int:
 
 def _ids(tokenizer: Any, text: str) -> list[int]:
     """Return the tokens of a text without those that the tokenizer adds."""
-    return [token for token in tokenizer.encode(text) if token not in tokenizer.hidden_ids] if text else []
+    return without_hidden(tokenizer.encode(text), tokenizer) if text else []

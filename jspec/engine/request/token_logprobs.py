@@ -78,7 +78,7 @@ class PromptLogprobs:
             scores: log-probabilities of the token after each token of the piece, as numpy arrays.
         """
         self._pieces.append((start, count, scores))
-        end = min(start + count, len(self.chosen))  # a preempted request also computes rows behind the prompt
+        end = min(start + count, len(self.chosen))  # a preempted request also computes rows after the prompt
         if start < end:
             self.chosen[start:end] = scores.chosen[: end - start]
 

@@ -32,7 +32,7 @@ from jspec.step.across_processes import calls_on
 from jspec.step.on_mesh import mesh_for, on_one
 from jspec.step.program import Program
 from jspec.step.side import check_apart, sides_of
-from jspec.step.weights import bound, on_devices
+from jspec.step.weights import bound, drafter_on, on_devices
 from pallas_kernels.recurrent.records import EVERY
 
 logger = logging.getLogger(__name__)
@@ -105,8 +105,6 @@ def build_core(
     """
     drafter = NoDraft() if drafter is None else drafter
     check_layer_windows("target", target.config, drafter.tree)
-    if config.draft_window is not None:
-        drafter = drafter.with_window(config.draft_window)
     if config.predicted_tokens and not drafter.reads_predictions:
         raise ValueError(
             f'predicted_tokens: expected a drafter with a look-up, got {drafter!r}; name one (drafter="ngram", or '
@@ -115,7 +113,7 @@ def build_core(
     mesh = mesh_for(config, target)
     check_apart(config, mesh, target, drafter)
     target = on_devices(target, config, mesh)
-    drafter = drafter if mesh is None else drafter.on_mesh(mesh)
+    drafter = drafter_on(drafter, config, mesh)
     rule = verify.resolve(config.accept)
     rule.check(drafter.tree)
     depths, nodes = _draft_depths(config, drafter), _draft_nodes(config, drafter)

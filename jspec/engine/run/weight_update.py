@@ -1,4 +1,4 @@
-"""Replaces an engine's weights between two steps, and frees its state while it sleeps."""
+"""What becomes of an engine's requests when its weights change or it sleeps, and what an update reports."""
 
 from __future__ import annotations
 

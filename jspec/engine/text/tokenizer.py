@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import copy
 from functools import cached_property
 from pathlib import Path
@@ -300,6 +300,11 @@ def warn_if_replaced(tokenizer: Tokenizer | None, folder: Path) -> None:
             "the target's tokens are bytes",
             stacklevel=3,
         )
+
+
+def without_hidden(ids: Iterable[int], tokenizer: Tokenizer) -> list[int]:
+    """Return token ids without those that texts hide, such as those that the tokenizer adds."""
+    return [token for token in ids if token not in tokenizer.hidden_ids]
 
 
 def encode(tokenizer: Tokenizer | None, text: str, name: str) -> list[int]:

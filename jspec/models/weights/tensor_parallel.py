@@ -26,6 +26,7 @@ from convert.fields import CheckpointError
 from convert.orbax import QUANTIZED, Header, Placement, sample
 from jspec import distributed
 from jspec.core.records import LayerState
+from jspec.core.shared_leaves import once
 from jspec.models.config.decoder_config import DecoderConfig
 from jspec.models.config.layer_config import LayerConfig
 from jspec.models.mlps.mlp_config import Dense, Experts
@@ -327,13 +328,11 @@ def _local(node: Any, specs: Any, *, devices: int, gathers: bool) -> Any:
 
 def local_shapes(tree: Any, mesh: Mesh) -> Any:
     """Return the weights of one device as shapes; arrays that are shared in the tree are shared shapes."""
-    made: dict[int, jax.ShapeDtypeStruct] = {}
 
     def shape(leaf: Any) -> jax.ShapeDtypeStruct:
-        local_shape = jax.ShapeDtypeStruct(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
-        return made.setdefault(id(leaf), local_shape)
+        return jax.ShapeDtypeStruct(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
 
-    return local(jax.tree.map(shape, tree), layout(tree), mesh.size)
+    return local(jax.tree.map(once(shape), tree), layout(tree), mesh.size)
 
 
 def local_config(config: DecoderConfig, devices: int) -> Any:
