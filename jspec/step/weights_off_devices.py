@@ -38,6 +38,9 @@ def off_devices(drafter: Drafter, params: Params, where: str) -> tuple[Drafter, 
         where: "host"; or "drop": the weights become shapes. The drafter's own arrays go to the host in either case.
     """
     to_host = once(_on_host)
+    for array in (*arrays_of(drafter), *(jax.tree.leaves(params) if where == "host" else ())):
+        if isinstance(array, jax.Array):
+            array.copy_to_host_async()  # the copies wait for none before them
     kept = with_arrays(drafter, to_host)
     if where == "host":
         return kept, jax.tree.map(to_host, params)
@@ -45,7 +48,11 @@ def off_devices(drafter: Drafter, params: Params, where: str) -> tuple[Drafter, 
 
 
 def _on_host(leaf: Any) -> Any:
-    return HostArray(np.array(leaf), leaf.sharding) if isinstance(leaf, jax.Array) else leaf
+    if not isinstance(leaf, jax.Array):
+        return leaf
+    values = np.asarray(leaf)  # on CPUs the buffer itself
+    is_buffer = any(device.platform == "cpu" for device in leaf.devices())
+    return HostArray(np.array(values) if is_buffer else values, leaf.sharding)
 
 
 def _shape(leaf: Any) -> Any:

@@ -105,8 +105,13 @@ def _one_if_rounded(dtype: Any) -> Float[Array, ""]:
     """Return 1, or NaN if the program that is compiled around may leave out roundings to the dtype."""
     if dtype == jnp.float32:
         return jnp.ones(())
-    one, little = jax.lax.optimization_barrier((jnp.ones((), dtype), jnp.asarray(jnp.finfo(dtype).eps / 4, dtype)))
-    return jnp.where((one + little).astype(jnp.float32) == 1, 1.0, jnp.nan)
+    little = float(jnp.finfo(dtype).eps) / 4
+    one, part, more = jax.lax.optimization_barrier(
+        (jnp.ones((), dtype), jnp.asarray(little, dtype), jnp.full((), 1 + little, jnp.float32))
+    )
+    sums = (one + part).astype(jnp.float32)  # XLA for CPUs adds in float32
+    rounded = more.astype(dtype).astype(jnp.float32)  # XLA for GPUs leaves out both conversions
+    return jnp.where((sums == 1) & (rounded == 1), 1.0, jnp.nan)
 
 
 def _computed(model: Model, rows: Rows, temperature: Float[Array, ""], numerics: Numerics) -> Float[Array, "rows size"]:

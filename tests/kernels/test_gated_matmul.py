@@ -18,7 +18,7 @@ from pallas_kernels.layers.dense.gated_kernel import multiply as multiply_few
 from pallas_kernels.layers.dense.hopper_kernel import multiply
 from pallas_kernels.layers.dense.hopper_tiling import HopperTiles, choose_tiles
 from pallas_kernels.layers.formats import quantize
-from pallas_kernels.layers.gated_matmul import kernel_padding, tiles_for
+from pallas_kernels.layers.gated_matmul import has_few_rows, kernel_padding, tiles_for
 from pallas_kernels.layers.quantize_rows import Activation
 from pallas_kernels.layers.weights import Quantized, QuantizedActivation
 from tests.reference.activations import ACTIVATIONS
@@ -429,7 +429,8 @@ def test_gated_matmul_on_gpu_matches_float64(rows: int) -> None:
     for out, inner, dtype in ((14336, 4096, BF16), (6144, 1024, F16), (17408, 1024, BF16)):
         x, weight = problem(rows, out, inner, dtype)
         got = gated_matmul(x, weight)
-        assert error(got, x, weight) < 4e-3
+        has_kernel = has_few_rows(x, weight, "silu") or tiles_for(x, weight, "silu") is not None
+        assert error(got, x, weight) < (4e-3 if has_kernel else 2e-2)  # XLA also rounds gate and up
         assert error(got, x.at[rows - 1].set(0), weight) > 0.1
 
 

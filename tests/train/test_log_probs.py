@@ -94,6 +94,14 @@ def test_program_that_leaves_out_roundings_gives_nan() -> None:
         np.testing.assert_array_equal(values, log_probs(target(dtype), tokens))
 
 
+@pytest.mark.gpu
+def test_program_that_leaves_out_roundings_gives_nan_on_gpu() -> None:
+    tokens = np.array(PROMPTS[1:2])
+    assert np.isnan(jax.jit(log_probs)(target("bfloat16"), tokens)).all()
+    values = jax.jit(log_probs, compiler_options=OPTIONS)(target("bfloat16"), tokens)
+    np.testing.assert_array_equal(values, log_probs(target("bfloat16"), tokens))
+
+
 FAMILIES = sorted(set(RECORDED) - set(HYBRID))
 DIFFERENT = ("llama", "gemma3_text", "gpt_oss", "deepseek_v3")
 
