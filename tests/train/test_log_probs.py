@@ -12,6 +12,7 @@ import pytest
 
 from jspec import Completion, Drafter, Eagle3, Engine, Model, Tree
 from jspec.models.weights.quantize import quantize_weights
+from jspec.tools import demo
 from jspec.train import OPTIONS, log_probs
 from tests.models.test_families import HYBRID, LONGEST, RECORDED
 from tests.support import tiny
@@ -96,10 +97,10 @@ def test_program_that_leaves_out_roundings_gives_nan() -> None:
 
 @pytest.mark.gpu
 def test_program_that_leaves_out_roundings_gives_nan_on_gpu() -> None:
-    tokens = np.array(PROMPTS[1:2])
-    assert np.isnan(jax.jit(log_probs)(target("bfloat16"), tokens)).all()
-    values = jax.jit(log_probs, compiler_options=OPTIONS)(target("bfloat16"), tokens)
-    np.testing.assert_array_equal(values, log_probs(target("bfloat16"), tokens))
+    model, tokens = Model.from_pretrained(demo.TARGET, dtype="bfloat16"), np.array(PROMPTS[1:2])
+    assert np.isnan(jax.jit(log_probs)(model, tokens)).all()
+    values = jax.jit(log_probs, compiler_options=OPTIONS)(model, tokens)
+    np.testing.assert_array_equal(values, log_probs(model, tokens))
 
 
 FAMILIES = sorted(set(RECORDED) - set(HYBRID))
