@@ -63,8 +63,8 @@ class Beside(Drafter):
     in large batches; with a limit a round verifies the nodes of both parts that are most probable, by the head's
     probabilities and the learned rates of the look-up.
 
-    A round of an 8B model with a chain of 4 by an EAGLE-3 head takes 5.04, 5.67 and 7.34 ms on an H200 at batch 1, 8 and
-    32; with "replace" 5.09, 5.71 and 7.36, with "beside" and a look-up of ten tokens 5.16, 6.26 and 15.1.
+    A round of an 8B model with a chain of 4 by an EAGLE-3 head takes 5.04, 5.67 and 7.34 ms on an H200 at batch 1, 8
+    and 32; with "replace" 5.09, 5.71 and 7.36, with "beside" and a look-up of ten tokens 5.16, 6.26 and 15.1.
 
     Args:
         model: head that drafts: any drafter but a `DraftModel` and a look-up. With "replace" it drafts a chain.
