@@ -41,6 +41,7 @@ BUDGETS = {
     "tests/engine/test_update_weights.py": 100,
     "tests/rollouts/test_tunix.py": 50,
     "tests/train/test_log_probs.py": 18,
+    "tests/train/test_online.py": 13,
     "tests/faults/test_nan_logits.py": 13,
     "tests/models/test_fp8_experts.py": 12,
     "tests/models/test_int4_checkpoints.py": 17,
