@@ -109,8 +109,6 @@ class HeadTrainer:
         self._method = kind(self._config, shared)
         self._program = TrainingProgram(self._method, self._target, head, steps=1, mesh=mesh_of(self._config.devices))
         self._state = self._program.start(head)
-        if self._config.devices == 1:
-            self._state = jax.device_put(self._state, self._device)  # as after an update, which then has one program
 
     @property
     def drafter(self) -> Drafter:
