@@ -39,6 +39,7 @@ BUDGETS = {
     "tests/engine/test_tensor_parallel.py": 61,
     "tests/engine/test_thinking.py": 41,
     "tests/engine/test_update_weights.py": 100,
+    "tests/rollouts/test_grpo.py": 10,
     "tests/rollouts/test_tunix.py": 50,
     "tests/train/test_log_probs.py": 18,
     "tests/train/test_online.py": 13,
