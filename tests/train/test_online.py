@@ -178,6 +178,7 @@ def rounds_of(done: Sequence[Completion]) -> int:
     return sum(c.metrics.num_drafts for c in done)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make_drafter", [partial(eagle3_head, shares=True), dspark], ids=["eagle3", "dspark"])
 def test_trained_head_needs_fewer_rounds_than_the_frozen_one_for_the_same_texts(
     make_drafter: Callable[[], Drafter],
