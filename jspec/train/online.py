@@ -78,8 +78,9 @@ class HeadUpdate:
 class HeadTrainer:
     """Trains the head of a drafter on completions, for a target that changes.
 
-    The state (weights and optimiser in float32) and the target stay on the head's device between calls, or on all of
-    ``devices``; `Engine.sleep` frees the engine's pools for the time of an update.
+    Between calls the weights and the optimiser's state, in float32, stay on the head's device, or on all of
+    ``devices``. So does the target of the last call, until its owner donates it or the next call names another.
+    `Engine.sleep` frees the engine's pools for the time of an update.
 
     Args:
         drafter: an `Eagle3`, `DFlash`, `DSpark` or `Medusa`, alone or in a `Beside`, or a path as for
@@ -97,12 +98,14 @@ class HeadTrainer:
     def __init__(self, drafter: DrafterSource, target: Model | str | Path, **options: Any) -> None:
         target = target if isinstance(target, Model) else Model.from_pretrained(target)
         loaded = make_drafter(drafter, dtype=str(target.dtype))
-        self._drafter, self._trained, kind = _trainable(loaded)
+        self._drafter, part, kind = _trainable(loaded)
+        check_live("HeadTrainer: target", target)
+        check_live("HeadTrainer: drafter", getattr(part, kind.field))
+        self._trained = _with(part, kind.field, jax.tree.map(jnp.asarray, getattr(part, kind.field)))
         _check_on_one_device(target, self._head)
         refuse_quantized("HeadTrainer: drafter", self._trained, self._head)
         self._config = _config_of(self._trained, self._head, kind, options)
-        self._device = jax.tree.leaves(self._head)[0].sharding
-        self._target: Model = jax.device_put(target, self._device)
+        self._target: Model = jax.device_put(target, jax.tree.leaves(self._head)[0].sharding)
         head = kind.with_shared(self._trained, self._target)
         joined = {field.name: (getattr(self._head, field.name), getattr(head, field.name)) for field in fields(head)}
         shared = [name for name, (before, after) in joined.items() if before is None and after is not None]

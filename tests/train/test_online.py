@@ -368,6 +368,8 @@ def test_bad_heads_options_targets_and_completions_are_refused() -> None:
     donated = jax.tree.map(jnp.array, target(7))
     trainer.update(completions(2), donated)
     donated.norm.delete()
+    with pytest.raises(ValueError, match="HeadTrainer: target: expected arrays, got some that were deleted"):
+        HeadTrainer(medusa(), donated)
     cases: list[tuple[Any, Any, type[Exception], str]] = [
         (completions(2), wide, ValueError, "target: expected a model like the first, got another (hidden_size"),
         (completions(2), 5, TypeError, "HeadTrainer.update: target: expected a Model, a mapping of arrays"),
