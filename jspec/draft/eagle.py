@@ -130,7 +130,12 @@ class EagleDrafter(PretrainedHead):
     def feature_layers(self, target: Model) -> tuple[int, ...]:
         return self.head.config.states_of(target.config.num_layers)
 
-    def bind(self, target: Model) -> EagleHead:
+    def with_shared(self, target: Model) -> EagleHead:
+        """Return the head with the target's embedding and output head in place of those that it lacks.
+
+        Raises:
+            ValueError: the head does not fit the target.
+        """
         _check_pair(type(self).__name__, self.head, target, self.feature_layers(target))
         head, config = self.head, target.config
         if head.embed is None:
@@ -138,6 +143,10 @@ class EagleDrafter(PretrainedHead):
         if head.head is None:
             limits = config.logit_divisor, config.logit_softcap
             head = replace(head, head=target.output_head, logit_limits=limits)
+        return head
+
+    def bind(self, target: Model) -> EagleHead:
+        head = self.with_shared(target)
         return precompute_first_layer(head if self.draft_vocab is None else reduce_vocabulary(head, self.draft_vocab))
 
     def init(self, params: EagleHead, pool: PoolShape) -> EagleState:

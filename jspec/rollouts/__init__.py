@@ -1,1 +1,1 @@
-"""Engines as the rollout workers of trainers for reinforcement learning; each file needs its trainer's library."""
+"""Engines as the rollout workers of trainers for reinforcement learning; a file for a trainer needs its library."""

@@ -45,13 +45,13 @@ def new_weights(
     Raises:
         TypeError, ValueError: the weights or the drafter are not like the engine's.
     """
-    check_live("weights", weights if isinstance(weights, (Model, Mapping)) else ())
+    check_live("update_weights: weights", weights)
     proposes = _drafter_of(drafter, program, config)
-    check_live("drafter", arrays_of(proposes))
+    check_live("update_weights: drafter", arrays_of(proposes))
     if copy and isinstance(drafter, Drafter):
         proposes = with_arrays(proposes, once(_copied))
     proposes, _ = back_on_devices(proposes, Params(target=None, draft=()))  # they may be on the host
-    model = _in_form(_model_of(weights, program, old, config), old, program.mesh)
+    model = model_of("update_weights: weights", weights, old.main, config.quantize, program.mesh)
     target = on_devices(model, config, program.mesh)
     check_config(target, old.main)
     params = bound(target, proposes, config, program.mesh)
@@ -65,31 +65,47 @@ def _copied(leaf: Any) -> Any:
     return jnp.copy(leaf) if isinstance(leaf, jax.Array) else leaf
 
 
-def _in_form(model: Model, old: Params, mesh: Mesh | None) -> Model:
-    """Return a model with the dtype of the engine's target, on its device if it has one, and with experts as there."""
-    dtype, given_dtype = old.main.dtype, model.dtype
-    sharding = jax.tree.leaves(old.main)[0].sharding
+def _in_form(model: Model, old: Model, mesh: Mesh | None) -> Model:
+    """Return a model with the dtype of an old one, on its device if it has one, and with experts as there."""
+    dtype, given_dtype = old.dtype, model.dtype
+    sharding = jax.tree.leaves(old)[0].sharding
 
     def converted(leaf: Any) -> Any:
         leaf = leaf.astype(dtype) if leaf.dtype == given_dtype != dtype else leaf
         return leaf if mesh is not None else jax.device_put(leaf, sharding)
 
-    return exchange.joined_like(jax.tree.map(converted, model), old.main)
+    return exchange.joined_like(jax.tree.map(converted, model), old)
 
 
-def _model_of(weights: WeightSource, program: Program, old: Params, config: EngineConfig) -> Model:
+def model_of(
+    place: str, weights: WeightSource, old: Model, quantize: str | None = None, mesh: Mesh | None = None
+) -> Model:
+    """Return new weights of a model in the form of the old one.
+
+    Args:
+        place: call and argument, for errors.
+        weights: what has the weights.
+        old: a model with weights, or their shapes.
+        quantize: how weights of a folder are quantised.
+        mesh: mesh over whose devices those of a folder are divided, and the old ones are; None: one device.
+
+    Raises:
+        TypeError, ValueError: the weights are of another kind or model.
+    """
+    dtype = str(old.dtype)
     if isinstance(weights, Model):
-        return weights
-    dtype = str(old.main.dtype)
-    if isinstance(weights, (str, os.PathLike)):
-        checkpoint = load.load(os.fspath(weights), dtype=dtype, quantize=config.quantize, mesh=program.mesh)
-        return Model.from_weights(checkpoint.config, checkpoint.weights, program.mesh)
-    if isinstance(weights, Mapping):
-        return exchange.from_names(weights, old.main.config, dtype)
-    raise TypeError(
-        "update_weights: weights: expected a Model, a mapping of arrays by the names of a Hugging Face checkpoint, a "
-        f"folder or a hub id, got {short(weights)}"
-    )
+        model = weights
+    elif isinstance(weights, (str, os.PathLike)):
+        checkpoint = load.load(os.fspath(weights), dtype=dtype, quantize=quantize, mesh=mesh)
+        model = Model.from_weights(checkpoint.config, checkpoint.weights, mesh)
+    elif isinstance(weights, Mapping):
+        model = exchange.from_names(weights, old.config, dtype)
+    else:
+        raise TypeError(
+            f"{place}: expected a Model, a mapping of arrays by the names of a Hugging Face checkpoint, a folder or a "
+            f"hub id, got {short(weights)}"
+        )
+    return _in_form(model, old, mesh)
 
 
 def _drafter_of(drafter: Drafter | str | None, program: Program, config: EngineConfig) -> Drafter:

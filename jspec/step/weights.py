@@ -73,36 +73,48 @@ def for_length(params: Any, max_len: int) -> Any:
 
 def check_config(new: Model, old: Model) -> None:
     """Raise a ValueError unless a target has the config of an engine's target."""
-    if new.config == old.config:
-        return
+    if changes := config_changes(new, old):
+        raise ValueError(_refusal("a target of the same config", changes))
+
+
+def config_changes(new: Model, old: Model) -> str:
+    """Return which fields of a model's config are not those of an old one's; "": none."""
     values = {
         field.name: (getattr(old.config, field.name), getattr(new.config, field.name)) for field in fields(old.config)
     }
-    changed = [f"{name} {was!r} is {now!r}" for name, (was, now) in values.items() if was != now]
-    raise ValueError(_refusal("a target of the same config", ", ".join(changed)))
+    return ", ".join(f"{name} {was!r} is {now!r}" for name, (was, now) in values.items() if was != now)
 
 
 def check_shapes(new: Params, old: Params) -> None:
     """Raise a ValueError unless programs that were compiled for an engine's weights, or shapes, run with others."""
+    if changes := shape_changes(new, old):
+        raise ValueError(_refusal("weights of the same names, shapes, dtypes and devices", changes))
+    if jax.tree.structure(new) != jax.tree.structure(old):  # type: ignore[operator]
+        raise ValueError(_refusal("a drafter of the same config and tree", "another"))
+
+
+def shape_changes(new: Any, old: Any) -> str:
+    """Return how the names, shapes, dtypes and devices of a tree's arrays are not those of an old one's; "": none."""
     wanted, got = _leaves(old), _leaves(new)
     faults = {
         "missing": sorted(wanted.keys() - got.keys()),
         "unknown": sorted(got.keys() - wanted.keys()),
         "other": [f"{n} ({got[n]} for {wanted[n]})" for n in wanted if n in got and got[n] != wanted[n]],
     }
-    if any(faults.values()):
-        named = "; ".join(f"{fault}: {_first(names)}" for fault, names in faults.items() if names)
-        raise ValueError(_refusal("weights of the same names, shapes, dtypes and devices", named))
-    if jax.tree.structure(new) != jax.tree.structure(old):  # type: ignore[operator]
-        raise ValueError(_refusal("a drafter of the same config and tree", "another"))
+    return "; ".join(f"{fault}: {_first(names)}" for fault, names in faults.items() if names)
 
 
-def check_live(name: str, tree: Any) -> None:
-    """Raise a ValueError if arrays of a tree were deleted, because their owner donated them to a program."""
+def check_live(place: str, tree: Any) -> None:
+    """Raise a ValueError if arrays of a tree were deleted, because their owner donated them to a program.
+
+    Args:
+        place: call and argument, for the error.
+        tree: the tree; a value that is no tree of arrays has none.
+    """
     if any(leaf.is_deleted() for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)):
         raise ValueError(
-            f"update_weights: {name}: expected arrays, got some that were deleted, because they were donated to a "
-            "program; pass the arrays that the program returned"
+            f"{place}: expected arrays, got some that were deleted, because they were donated to a program; pass the "
+            "arrays that the program returned"
         )
 
 
@@ -119,7 +131,7 @@ def _buffers(leaf: Any) -> list[int]:
     return [part.data.unsafe_buffer_pointer() for part in leaf.addressable_shards]
 
 
-def _leaves(params: Params) -> Mapping[str, str]:
+def _leaves(params: Any) -> Mapping[str, str]:
     """Return the shape, dtype and devices of each array as a text, by its name."""
     named = jax.tree_util.tree_flatten_with_path(params)[0]
     return {jax.tree_util.keystr(path, simple=True, separator="."): _text(leaf) for path, leaf in named}

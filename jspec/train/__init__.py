@@ -1,5 +1,7 @@
 """Training of draft heads: `fit` trains a head for a target; `TrainConfig` has its options.
 
+`HeadTrainer` trains a head between the rollouts of reinforcement learning, for a target that changes.
+
 Trainers of targets find `log_probs` here, and the options to compile it with.
 
 Names are imported when they are first used, so that the options can be read without the optimiser.
@@ -10,10 +12,13 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from jspec.train.config import TrainConfig
+    from jspec.train.online import HeadTrainer, HeadUpdate
     from jspec.train.run import Result, fit
     from jspec.train.scoring import OPTIONS, log_probs
 
 MODULES = {
+    "HeadTrainer": "jspec.train.online",
+    "HeadUpdate": "jspec.train.online",
     "OPTIONS": "jspec.train.scoring",
     "Result": "jspec.train.run",
     "TrainConfig": "jspec.train.config",
@@ -21,7 +26,7 @@ MODULES = {
     "log_probs": "jspec.train.scoring",
 }
 
-__all__ = ["OPTIONS", "Result", "TrainConfig", "fit", "log_probs"]
+__all__ = ["OPTIONS", "HeadTrainer", "HeadUpdate", "Result", "TrainConfig", "fit", "log_probs"]
 
 
 def __getattr__(name: str) -> object:

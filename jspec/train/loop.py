@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,22 @@ SHOWN = 8  # most lines of the data that an error names
 
 class LossError(ValueError):
     """The loss or its gradient is not a finite number."""
+
+
+def loss_error(step: int, what: str, numbers: Sequence[int]) -> LossError:
+    """Return the error of an update.
+
+    Args:
+        step: its number, from 0.
+        what: what the numbers count.
+        numbers: numbers of the documents that the update read.
+    """
+    more = f" and {len(numbers) - SHOWN} more" if len(numbers) > SHOWN else ""
+    return LossError(
+        f"train: update {step + 1}: expected a finite loss and gradient, got others on {what} "
+        f"{', '.join(map(str, numbers[:SHOWN]))}{more}; the weights were left as they were: lower the learning rate, "
+        "or look at these"
+    )
 
 
 class Interrupted(KeyboardInterrupt):
@@ -146,12 +162,7 @@ class Loop:
         step, report, tokens = pending
         if not bool(report.is_finite):
             lines = self.material.train.lines_of(self._order.batch(step, self.config.batch))
-            more = f" and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
-            raise LossError(
-                f"train: update {step + 1}: expected a finite loss and gradient, got others on the documents of lines "
-                f"{', '.join(map(str, lines[:SHOWN]))}{more}; the weights were left as they were: lower the learning "
-                "rate, or look at these lines"
-            )
+            raise loss_error(step, "the documents of lines", lines)
         meter.add(report.measured, tokens)
 
     def _record(self, meter: Meter, step: int, journal: Journal, bar: Any) -> Figures:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -37,14 +37,17 @@ class Method(abc.ABC):
 
     Args:
         config: options of the run.
+        shared: further fields of the head that are not trained, because they are the target's.
     """
 
+    field: ClassVar[str] = "head"  # field of a drafter of the method that has the head
     frozen: tuple[str, ...] = ()  # fields of the head that are not trained
     weights_file = "model.safetensors"  # name of the file of the weights
     has_vocabulary = False  # whether a head drafts from a vocabulary of its own, the most frequent tokens
 
-    def __init__(self, config: TrainConfig) -> None:
+    def __init__(self, config: TrainConfig, shared: Iterable[str] = ()) -> None:
         self.config = config
+        self.frozen = tuple(dict.fromkeys((*self.frozen, *shared)))
 
     @abc.abstractmethod
     def new_states(self, target: Model) -> tuple[int, ...]:
@@ -65,6 +68,15 @@ class Method(abc.ABC):
 
         Raises:
             ValueError: the head does not fit the target, or its weights are quantised.
+        """
+
+    @staticmethod
+    @abc.abstractmethod
+    def with_shared(drafter: Any, target: Model) -> Any:
+        """Return the head of a drafter with the parts that its loss reads of the target.
+
+        Raises:
+            ValueError: the head does not fit the target.
         """
 
     @abc.abstractmethod
@@ -165,8 +177,14 @@ def in_float32(weight: Any) -> Array:
     return widened(weight) if isinstance(weight, Quantized) else weight.astype(jnp.float32)
 
 
-def refuse_quantized(path: str | Path, weights: Any) -> None:
-    """Raise ValueError if a weight of a head is quantised."""
+def refuse_quantized(place: str, head: Any, weights: Any) -> None:
+    """Raise ValueError if a weight of a head is quantised.
+
+    Args:
+        place: the option that has the head, for the error.
+        head: the head's path or drafter, for the error.
+        weights: its weights.
+    """
     leaves = jax.tree.leaves(weights, is_leaf=lambda node: isinstance(node, Quantized))
     if any(isinstance(leaf, Quantized) for leaf in leaves):
-        raise ValueError(f"train: init: expected a head without quantised weights, got {path}; give its original")
+        raise ValueError(f"{place}: expected a head without quantised weights, got {head}; give its original")

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
@@ -26,9 +27,19 @@ from jspec.train import dflash, dspark, eagle3, medusa, write
 from jspec.train.blocks import choose_blocks, spread_states
 from jspec.train.copied import copied
 from jspec.train.measured import Measured
-from jspec.train.method import Files, Method, at_most, random_weights, refuse_quantized, target_rows, target_sizes
+from jspec.train.method import (
+    Files,
+    Method,
+    at_most,
+    in_float32,
+    random_weights,
+    refuse_quantized,
+    target_rows,
+    target_sizes,
+)
 from jspec.train.observe import Observed
 from jspec.train.rows import Rows
+from pallas_kernels.layers.weights import Quantized
 
 Found = tuple[Float[Array, ""], Measured]
 BLOCK_LAYERS, EAGLE_LAYERS, MEDUSA_BLOCKS = 5, 1, 1  # default numbers of layers
@@ -37,10 +48,16 @@ ANCHORS = 8  # one anchor for this many tokens of a row, by default
 FIXED: dict[str, Any] = {"tree": "chain:1", "dtype": "float32"}  # options that load a head to go on with
 
 
-def check_depth(drafted: int, ttt: int) -> None:
-    """Raise ValueError if a head to go on with drafts another number of tokens than the loss is to cover."""
+def check_depth(drafted: int, ttt: int, source: str = "init") -> None:
+    """Raise ValueError if a head to go on with drafts another number of tokens than the loss is to cover.
+
+    Args:
+        drafted: number of tokens that the head drafts.
+        ttt: number of tokens that the loss covers.
+        source: the argument that has the head, for the error.
+    """
     if drafted != ttt:
-        raise ValueError(f"train: ttt: expected {drafted}, which the head of init drafts, got {ttt}")
+        raise ValueError(f"train: ttt: expected {drafted}, which the head of {source} drafts, got {ttt}")
 
 
 def fused_states(layers: int) -> tuple[int, ...]:
@@ -79,9 +96,14 @@ class Eagle3Method(Method):
         return EagleHead.from_weights(head_config, unflatten({"embed": target.embed, **weights}))
 
     def load(self, path: str | Path, target: Model) -> EagleHead:
-        head = replace(Eagle3.from_pretrained(path, **FIXED).bind(target), precomputed=None)
-        refuse_quantized(path, replace(head, embed=None))
-        return head
+        drafter = Eagle3.from_pretrained(path, **FIXED)
+        refuse_quantized("train: init", path, replace(drafter.head, embed=None))
+        return self.with_shared(drafter, target)
+
+    @staticmethod
+    def with_shared(drafter: Eagle3, target: Model) -> EagleHead:
+        head = drafter.with_shared(target)
+        return replace(head, head=in_float32(head.head)) if isinstance(head.head, Quantized) else head
 
     def states(self, head: EagleHead, target: Model) -> tuple[int, ...]:
         return head.config.states_of(target.config.num_layers)
@@ -144,9 +166,15 @@ class DFlashMethod(Method):
 
     def load(self, path: str | Path, target: Model) -> DFlashHead:
         drafter = self.drafter.from_pretrained(path, **FIXED)
-        refuse_quantized(path, drafter.head)
+        refuse_quantized("train: init", path, drafter.head)
         check_depth(drafter.head.config.max_depth, self.config.ttt)
-        drafter.bind(replace(target, embed=target.embed.astype(jnp.float32)))  # raises if they do not fit
+        return self.with_shared(drafter, target)
+
+    @staticmethod
+    def with_shared(drafter: DFlash, target: Model) -> DFlashHead:
+        """Return the head, whose loss reads the target's embedding and output head of the target itself."""
+        embed = target.embed.astype(drafter.head.hidden_norm.dtype)
+        jax.eval_shape(drafter.bind, replace(target, embed=embed))  # raises if they do not fit
         return drafter.head
 
     def states(self, head: DFlashHead, target: Model) -> tuple[int, ...]:
@@ -185,6 +213,7 @@ class DSparkMethod(DFlashMethod):
 class MedusaMethod(Method):
     """Medusa heads (arXiv:2401.10774), one for each draft token."""
 
+    field = "heads"
     weights_file = "medusa_lm_head.safetensors"
 
     def new_states(self, target: Model) -> tuple[int, ...]:
@@ -204,9 +233,13 @@ class MedusaMethod(Method):
         return MedusaHeads.from_weights(config, unflatten(weights))
 
     def load(self, path: str | Path, target: Model) -> MedusaHeads:
-        heads = Medusa.from_pretrained(path, **FIXED).bind(target)
+        heads = self.with_shared(Medusa.from_pretrained(path, **FIXED), target)
         check_depth(heads.config.num_heads, self.config.ttt)
         return heads
+
+    @staticmethod
+    def with_shared(drafter: Medusa, target: Model) -> MedusaHeads:
+        return drafter.bind(target)
 
     def states(self, head: MedusaHeads, target: Model) -> tuple[int, ...]:
         return ()

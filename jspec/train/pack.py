@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 import json
 import os
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Integer
@@ -55,22 +57,14 @@ class Corpus:
         self.lines: list[int] = []
 
     def add(self, line: int, document: Document, length: int) -> int:
-        """Append a document, in parts of at most ``length`` tokens; return the number of tokens that are left out.
-
-        Parts of fewer than `LEAST` tokens, and those in which no token counts, are left out.
-        """
-        left_out = 0
-        for first in range(0, len(document.tokens), length):
-            part = slice(first, first + length)
-            tokens, counted = document.tokens[part], document.counted[part]
-            if len(tokens) < LEAST or not counted.any():
-                left_out += len(tokens)
-                continue
-            for file, values in zip(self._files, (tokens.astype(np.uint32), counted), strict=True):
+        """Append the `useful_parts` of a document; return the number of tokens that are left out."""
+        parts = useful_parts(document, length)
+        for part in parts:
+            for file, values in zip(self._files, (part.tokens.astype(np.uint32), part.counted), strict=True):
                 file.write(values.tobytes())
-            self.sizes.append(len(tokens))
+            self.sizes.append(len(part.tokens))
             self.lines.append(line)
-        return left_out
+        return len(document.tokens) - sum(len(part.tokens) for part in parts)
 
     def close(self) -> tuple[Integer[np.ndarray, "tokens"], Bool[np.ndarray, "tokens"]]:
         """Close the files; return all tokens, and whether each counts."""
@@ -84,6 +78,13 @@ class Corpus:
     def remove(self) -> None:
         for path in self._paths:
             path.unlink(missing_ok=True)
+
+
+def useful_parts(document: Document, length: int) -> list[Document]:
+    """Return the parts of at most ``length`` tokens of a document that have `LEAST` tokens, of which some count."""
+    firsts = range(0, len(document.tokens), length)
+    parts = [Document(*(values[first : first + length] for values in document)) for first in firsts]
+    return [part for part in parts if len(part.tokens) >= LEAST and part.counted.any()]
 
 
 def first_fit(sizes: Iterable[int], length: int) -> tuple[list[int], list[int]]:
@@ -126,20 +127,41 @@ def pack(corpus: Corpus, folder: Path, name: str, length: int) -> Packed:
     rows, places = first_fit(corpus.sizes, length)
     shape = (max(rows, default=-1) + 1, length)
     filled = {field: _new_array(folder / f"{name}.{field}.npy", dtype, shape) for field, dtype in FIELDS.items()}
-    held, at = np.zeros(shape[0], np.int64), 0
-    for row, start, size in zip(rows, places, corpus.sizes, strict=True):
-        held[row] += 1
-        destination, source = (row, slice(start, start + size)), slice(at, at + size)
-        filled["tokens"][destination], filled["counted"][destination] = tokens[source], counted[source]
-        filled["segments"][destination] = held[row]
-        at += size
+    ends = itertools.accumulate(corpus.sizes)
+    parts = (slice(end - size, end) for end, size in zip(ends, corpus.sizes, strict=True))
+    _fill(filled, rows, places, (Document(tokens[part], counted[part]) for part in parts))
     for array in filled.values():
         array.flush()
-    lines = np.stack([rows, corpus.lines], axis=1) if rows else np.zeros((0, 2), np.int64)
-    np.save(folder / f"{name}.lines.npy", lines[np.argsort(lines[:, 0], kind="stable")])
+    np.save(folder / f"{name}.lines.npy", _by_row(rows, corpus.lines))
     del tokens, counted
     corpus.remove()
     return load(folder, name)
+
+
+def pack_in_memory(documents: Sequence[Document], lines: Sequence[int], length: int) -> Packed:
+    """Pack documents of at most ``length`` tokens, each with its line, as `pack` packs those of a corpus."""
+    rows, places = first_fit([len(document.tokens) for document in documents], length)
+    shape = (max(rows, default=-1) + 1, length)
+    filled: dict[str, Any] = {field: np.zeros(shape, dtype) for field, dtype in FIELDS.items()}
+    _fill(filled, rows, places, documents)
+    return Packed(**filled, lines=_by_row(rows, lines))
+
+
+def _fill(
+    filled: Mapping[str, np.ndarray], rows: Sequence[int], places: Sequence[int], documents: Iterable[Document]
+) -> None:
+    """Write each document from its place in its row on; documents of a row are numbered from 1."""
+    held = np.zeros(len(filled["tokens"]), np.int64)
+    for row, start, document in zip(rows, places, documents, strict=True):
+        held[row] += 1
+        destination = row, slice(start, start + len(document.tokens))
+        filled["tokens"][destination], filled["counted"][destination] = document
+        filled["segments"][destination] = held[row]
+
+
+def _by_row(rows: Sequence[int], lines: Sequence[int]) -> Integer[np.ndarray, "documents 2"]:
+    pairs = np.stack([rows, lines], axis=1) if len(rows) else np.zeros((0, 2), np.int64)
+    return pairs[np.argsort(pairs[:, 0], kind="stable")]
 
 
 def _new_array(path: Path, dtype: type, shape: tuple[int, int]) -> np.memmap:

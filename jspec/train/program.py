@@ -70,7 +70,7 @@ class TrainingProgram:
     Args:
         method: the method of drafting.
         target: the target.
-        head: the head; its weights are not kept.
+        head: the head; its trained weights are not kept.
         steps: number of updates of the whole run.
         mesh: devices; None: the default device.
     """
@@ -79,9 +79,13 @@ class TrainingProgram:
         config, self._method, self._mesh = method.config, method, mesh
         self._states = method.states(head, target)
         self._optimizer = optimizer(config, steps)
-        self._fixed = self._everywhere((target, {name: getattr(head, name) for name in method.frozen}))
+        self.use(target, head)
         self._run: Any = jax.jit(self._divided(self._update), donate_argnums=0)
         self._measure = jax.jit(self._divided(self._measured))
+
+    def use(self, target: Model, head: Any) -> None:
+        """Let later updates run with a target of the same shapes, and with the parts of a head that are not trained."""
+        self._fixed = self._everywhere((target, {name: getattr(head, name) for name in self._method.frozen}))
 
     def start(self, head: Any) -> TrainState:
         """Return the state before the first update."""

@@ -139,7 +139,7 @@ def fit(
         with write_errors(out, checkpoints.steps[-1:]):
             write.write_head(out, *files, method.weights_file)
 
-    with _out_of_memory_named(config):
+    with out_of_memory_named(config):
         program = TrainingProgram(method, pair.target, head, steps, mesh)
         state, measured = program.start(head), None
         if checkpoints.steps:
@@ -243,7 +243,7 @@ def _described(folder: Path, about: dict[str, Any]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _out_of_memory_named(config: TrainConfig) -> Iterator[None]:
+def out_of_memory_named(config: TrainConfig) -> Iterator[None]:
     """Name the options to lower if the device's memory runs out."""
     try:
         yield

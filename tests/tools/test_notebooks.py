@@ -32,6 +32,7 @@ LONG = (  # the others are the quickest one with figures and the quickest one wi
     "5_sampling_and_grammars",
     "7_serving",
     "8_train_a_head",
+    "9_reinforcement_learning",
 )
 
 

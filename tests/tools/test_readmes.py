@@ -19,6 +19,7 @@ from jspec.draft.formats import head_layers
 from jspec.models import families
 from jspec.models.families.llama import Llama
 from jspec.tools.command_line import make_parser
+from jspec.train import TrainConfig
 
 pytestmark = pytest.mark.once
 
@@ -121,7 +122,8 @@ def wrong_names(source: str) -> list[str]:
 
 def wrong_keywords(call: ast.Call, called: Any) -> list[str]:
     parameters = inspect.signature(called).parameters
-    allowed = set(parameters) | (set(EngineConfig.__dataclass_fields__) if "options" in parameters else set())
+    config = TrainConfig if called.__module__.startswith("jspec.train") else EngineConfig
+    allowed = set(parameters) | (set(config.__dataclass_fields__) if "options" in parameters else set())
     return [keyword.arg for keyword in call.keywords if keyword.arg and keyword.arg not in allowed]
 
 
@@ -219,6 +221,7 @@ def test_readme_check_of_an_invalid_command_finds_it(command: str) -> None:
         "jspec.Tree.chains(4)",
         "jspec.SamplingParams(max_token=3)",
         "jspec.Engine.from_pretrained('a', slot=3)",
+        "jspec.train.HeadTrainer(drafter, model, slots=3)",
         "from jspec.draft.base import Draft_er",
     ],
 )
