@@ -121,7 +121,7 @@ def _computed(model: Model, rows: Rows, temperature: Float[Array, ""], numerics:
     chosen = of_rows(
         normed,
         ahead(rows.tokens, 1).reshape(-1),
-        lambda block: model.logits_of(block, numerics) / temperature,
+        lambda block: model.logits_of(block, numerics) * (1 / temperature),  # as `jspec.sampling.sampler.process`
         numerics,
     ).chosen
     follows = jnp.where(rows.reaches(1), chosen.reshape(rows.tokens.shape), 0.0)
