@@ -19,7 +19,16 @@ from jspec.draft.mtp import MTP
 from jspec.models import exchange, load
 from jspec.models.decoder import Model
 from jspec.step.program import Params, Program
-from jspec.step.weights import bound, check_config, check_live, check_shapes, drafter_on, on_devices, without
+from jspec.step.weights import (
+    bound,
+    check_config,
+    check_kind,
+    check_live,
+    check_shapes,
+    drafter_on,
+    on_devices,
+    without,
+)
 from jspec.step.weights_off_devices import arrays_of, back_on_devices, with_arrays
 
 WeightSource = Model | Mapping[str, Any] | str | os.PathLike[str]
@@ -54,6 +63,7 @@ def new_weights(
     model = _in_form(_model_of(weights, program, old, config), old, program.mesh)
     target = on_devices(model, config, program.mesh)
     check_config(target, old.main)
+    check_kind(target, old.main)
     params = bound(target, proposes, config, program.mesh)
     check_shapes(params, old)
     if copy and isinstance(weights, Model):

@@ -18,7 +18,7 @@ from jspec.draft.dflash_head import BoundDFlash
 from jspec.draft.draft_model import BoundModel
 from jspec.models.config.decoder_config import DecoderConfig
 from jspec.models.decoder import Model
-from jspec.models.weights.quantize import quantize_weights
+from jspec.models.weights.quantize import quantize_weights, quantized_as
 from jspec.models.weights.tensor_parallel import place
 from jspec.step.program import Params
 
@@ -80,6 +80,23 @@ def check_config(new: Model, old: Model) -> None:
     }
     changed = [f"{name} {was!r} is {now!r}" for name, (was, now) in values.items() if was != now]
     raise ValueError(_refusal("a target of the same config", ", ".join(changed)))
+
+
+def check_kind(new: Model, old: Model) -> None:
+    """Raise a ValueError unless a target is quantised as an engine's target is."""
+    got, wanted = (quantized_as(model) for model in (new, old))
+    if got == wanted:
+        return
+    if got is None:
+        remedy = (
+            "unquantised ones: the engine's checkpoint was stored quantised, with scales that other weights lack. Make "
+            "the engine of an unquantised checkpoint, with quantize= for such weights, or pass a checkpoint that is "
+            "stored as the engine's is"
+        )
+    else:
+        remedy = f"weights in {got}; pass unquantised ones"
+    kind = "unquantised weights" if wanted is None else f"weights in {wanted}"
+    raise ValueError(f"update_weights: expected {kind}, as the engine's are, got {remedy}. Nothing was changed")
 
 
 def check_shapes(new: Params, old: Params) -> None:
