@@ -18,6 +18,7 @@ from jspec.draft.beside import Beside
 from jspec.draft.mtp import MTP
 from jspec.models import exchange, load
 from jspec.models.decoder import Model
+from jspec.models.parts.transfer import moved
 from jspec.step.program import Params, Program
 from jspec.step.weights import (
     bound,
@@ -82,7 +83,7 @@ def _in_form(model: Model, old: Params, mesh: Mesh | None) -> Model:
 
     def converted(leaf: Any) -> Any:
         leaf = leaf.astype(dtype) if leaf.dtype == given_dtype != dtype else leaf
-        return leaf if mesh is not None else jax.device_put(leaf, sharding)
+        return leaf if mesh is not None else moved(leaf, sharding)
 
     return exchange.joined_like(jax.tree.map(converted, model), old.main)
 

@@ -18,6 +18,7 @@ from jspec.draft.dflash_head import BoundDFlash
 from jspec.draft.draft_model import BoundModel
 from jspec.models.config.decoder_config import DecoderConfig
 from jspec.models.decoder import Model
+from jspec.models.parts.transfer import on_one
 from jspec.models.weights.quantize import quantize_weights, quantized_as
 from jspec.models.weights.tensor_parallel import place
 from jspec.step.program import Params
@@ -33,7 +34,7 @@ def on_devices(target: Model, config: EngineConfig, mesh: Mesh | None) -> Model:
     Without a mesh, arrays that are divided over devices, such as a trainer's, come to the default device.
     """
     target = for_length(target, config.max_len)
-    target = jax.tree.map(_on_one, target) if mesh is None else place(target, mesh)
+    target = jax.tree.map(_on_default, target) if mesh is None else place(target, mesh)
     return target if config.quantize is None else quantize_weights(target, config.quantize)
 
 
@@ -44,10 +45,10 @@ def drafter_on(drafter: Drafter, config: EngineConfig, mesh: Mesh | None) -> Dra
     return drafter if mesh is None else drafter.on_mesh(mesh)
 
 
-def _on_one(leaf: Any) -> Any:
+def _on_default(leaf: Any) -> Any:
     if not isinstance(leaf, jax.Array) or isinstance(leaf.sharding, SingleDeviceSharding):
         return leaf
-    return jax.device_put(leaf, jax.config.jax_default_device or jax.local_devices()[0])  # type: ignore[attr-defined]
+    return jax.device_put(on_one(leaf), jax.config.jax_default_device or jax.local_devices()[0])  # type: ignore[attr-defined]
 
 
 def bound(target: Model, drafter: Drafter, config: EngineConfig, mesh: Mesh | None) -> Params:
