@@ -95,8 +95,9 @@ def process(
     """
     rows = logits.reshape(-1, logits.shape[-1])
     bound = sampling_threshold(rows, *_filters(sampling), implementation=implementation).reshape(logits.shape[:2])
-    temperature = jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)
-    return jnp.where(logits < bound[..., None], -jnp.inf, logits / temperature[:, None, None])
+    # A division would be such a factor in some programs and not in others, as XLA decides, and so give other bits.
+    factor = 1 / jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)
+    return jnp.where(logits < bound[..., None], -jnp.inf, logits * factor[:, None, None])
 
 
 def _filters(sampling: Sampling) -> tuple[Array, ...]:

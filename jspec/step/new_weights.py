@@ -18,8 +18,18 @@ from jspec.draft.beside import Beside
 from jspec.draft.mtp import MTP
 from jspec.models import exchange, load
 from jspec.models.decoder import Model
+from jspec.models.parts.transfer import moved
 from jspec.step.program import Params, Program
-from jspec.step.weights import bound, check_config, check_live, check_shapes, drafter_on, on_devices, without
+from jspec.step.weights import (
+    bound,
+    check_config,
+    check_kind,
+    check_live,
+    check_shapes,
+    drafter_on,
+    on_devices,
+    without,
+)
 from jspec.step.weights_off_devices import arrays_of, back_on_devices, with_arrays
 
 WeightSource = Model | Mapping[str, Any] | str | os.PathLike[str]
@@ -54,6 +64,7 @@ def new_weights(
     model = model_of("update_weights: weights", weights, old.main, config.quantize, program.mesh)
     target = on_devices(model, config, program.mesh)
     check_config(target, old.main)
+    check_kind(target, old.main)
     params = bound(target, proposes, config, program.mesh)
     check_shapes(params, old)
     if copy and isinstance(weights, Model):
@@ -72,7 +83,7 @@ def _in_form(model: Model, old: Model, mesh: Mesh | None) -> Model:
 
     def converted(leaf: Any) -> Any:
         leaf = leaf.astype(dtype) if leaf.dtype == given_dtype != dtype else leaf
-        return leaf if mesh is not None else jax.device_put(leaf, sharding)
+        return leaf if mesh is not None else moved(leaf, sharding)
 
     return exchange.joined_like(jax.tree.map(converted, model), old)
 

@@ -18,7 +18,8 @@ from jspec.draft.dflash_head import BoundDFlash
 from jspec.draft.draft_model import BoundModel
 from jspec.models.config.decoder_config import DecoderConfig
 from jspec.models.decoder import Model
-from jspec.models.weights.quantize import quantize_weights
+from jspec.models.parts.transfer import on_one
+from jspec.models.weights.quantize import quantize_weights, quantized_as
 from jspec.models.weights.tensor_parallel import place
 from jspec.step.program import Params
 
@@ -33,7 +34,7 @@ def on_devices(target: Model, config: EngineConfig, mesh: Mesh | None) -> Model:
     Without a mesh, arrays that are divided over devices, such as a trainer's, come to the default device.
     """
     target = for_length(target, config.max_len)
-    target = jax.tree.map(_on_one, target) if mesh is None else place(target, mesh)
+    target = jax.tree.map(_on_default, target) if mesh is None else place(target, mesh)
     return target if config.quantize is None else quantize_weights(target, config.quantize)
 
 
@@ -44,10 +45,10 @@ def drafter_on(drafter: Drafter, config: EngineConfig, mesh: Mesh | None) -> Dra
     return drafter if mesh is None else drafter.on_mesh(mesh)
 
 
-def _on_one(leaf: Any) -> Any:
+def _on_default(leaf: Any) -> Any:
     if not isinstance(leaf, jax.Array) or isinstance(leaf.sharding, SingleDeviceSharding):
         return leaf
-    return jax.device_put(leaf, jax.config.jax_default_device or jax.local_devices()[0])  # type: ignore[attr-defined]
+    return jax.device_put(on_one(leaf), jax.config.jax_default_device or jax.local_devices()[0])  # type: ignore[attr-defined]
 
 
 def bound(target: Model, drafter: Drafter, config: EngineConfig, mesh: Mesh | None) -> Params:
@@ -83,6 +84,23 @@ def config_changes(new: Model, old: Model) -> str:
         field.name: (getattr(old.config, field.name), getattr(new.config, field.name)) for field in fields(old.config)
     }
     return ", ".join(f"{name} {was!r} is {now!r}" for name, (was, now) in values.items() if was != now)
+
+
+def check_kind(new: Model, old: Model) -> None:
+    """Raise a ValueError unless a target is quantised as an engine's target is."""
+    got, wanted = (quantized_as(model) for model in (new, old))
+    if got == wanted:
+        return
+    if got is None:
+        remedy = (
+            "unquantised ones: the engine's checkpoint was stored quantised, with scales that other weights lack. Make "
+            "the engine of an unquantised checkpoint, with quantize= for such weights, or pass a checkpoint that is "
+            "stored as the engine's is"
+        )
+    else:
+        remedy = f"weights in {got}; pass unquantised ones"
+    kind = "unquantised weights" if wanted is None else f"weights in {wanted}"
+    raise ValueError(f"update_weights: expected {kind}, as the engine's are, got {remedy}. Nothing was changed")
 
 
 def check_shapes(new: Params, old: Params) -> None:

@@ -47,7 +47,7 @@ def log_probs(
     model with longrope must have the config that the engine has for its ``max_len`` (`ModelConfig.for_length`).
 
     Args:
-        model: an unquantised model on one device.
+        model: an unquantised model on one device, or on a mesh of one.
         tokens: token ids, rows padded behind with any ids.
         lengths: number of tokens of each row; None: all.
         temperature: number above 0 by which the logits are divided, as an engine with
@@ -60,7 +60,7 @@ def log_probs(
         ValueError: the model is quantised or divided over devices, or a product has no deterministic kernel.
         NotImplementedError: a layer keeps a recurrent state.
     """
-    if model.mesh is not None:
+    if model.mesh is not None and model.mesh.size > 1:
         raise ValueError(f"log_probs: expected a model on one device, got one over {model.mesh}; load it without mesh")
     if not all(layer.mixer.has_pages for layer in model.config.layers):
         raise NotImplementedError("log_probs: expected a target of attention layers, got one with recurrent states")
@@ -78,7 +78,8 @@ def log_probs(
     padded = jnp.pad(tokens, ((0, 0), (0, -size % ALIGN)))
     segments = (jnp.arange(padded.shape[1]) < counts[:, None]).astype(jnp.int32)
     rows = Rows(tokens=padded, segments=segments, counted=segments > 0)
-    return _log_probs(model, rows, jnp.float32(temperature))[:, :size]
+    whole = model.replace(mesh=None)  # type: ignore[attr-defined]
+    return _log_probs(whole, rows, jnp.float32(temperature))[:, :size]
 
 
 @jax.custom_vjp
@@ -126,7 +127,7 @@ def _computed(model: Model, rows: Rows, temperature: Float[Array, ""], numerics:
     chosen = of_rows(
         normed,
         ahead(rows.tokens, 1).reshape(-1),
-        lambda block: model.logits_of(block, numerics) / temperature,
+        lambda block: model.logits_of(block, numerics) * (1 / temperature),  # as `jspec.sampling.sampler.process`
         numerics,
     ).chosen
     follows = jnp.where(rows.reaches(1), chosen.reshape(rows.tokens.shape), 0.0)

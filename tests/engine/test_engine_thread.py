@@ -455,7 +455,7 @@ def test_compilation_that_cannot_start_a_thread_is_the_error_of_its_requests(mon
 
     engine = paper.byte_engine()
     with monkeypatch.context() as patch:
-        patch.setattr(engine.threads._compiler, "submit", submit)
+        patch.setattr(engine.threads._programs._compiler, "submit", submit)
         with pytest.raises(RuntimeError, match="can't start new thread"):
             engine.generate("a", SamplingParams(max_tokens=1))
     (done,) = engine.generate("a", SamplingParams(max_tokens=1))

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from jspec import MTP, Completion, DraftModel, Eagle3, Engine, Model, NGram, Replicas, Suffix, Tree
+from jspec import MTP, Completion, Eagle3, Engine, Model, NGram, Replicas, Suffix, Tree
 from jspec.draft.base import Drafter
 from jspec.engine.callers.by_hand import ByHand
 from jspec.engine.request.metrics import LowAcceptanceWarning
@@ -28,6 +28,7 @@ from jspec.step import side
 from tests.models.test_exchange import tensors_of
 from tests.support import tiny
 from tests.support.arrays import on_device
+from tests.support.brittle import Fault
 from tests.support.engines import make
 
 VOCAB = 16
@@ -53,38 +54,6 @@ def tokens(engine: Engine | Replicas, **params: Any) -> list[list[int]]:
     fields = {"max_tokens": 12, "temperature": 0.0, **params}
     greedy = engine.generate(PROMPTS, **fields)
     return [c.token_ids for c in [*greedy, *engine.generate(PROMPTS, **(SAMPLED | params))]]
-
-
-DRAFTERS: dict[str, Callable[[], Drafter | None]] = {
-    "none": lambda: None,
-    "eagle3": eagle3,
-    "mtp": lambda: MTP(tiny.mtp_head(old_target()), Tree.chain(2)),
-    "suffix": lambda: Suffix(Tree.chain(3), scope="engine", corpus_tokens=256),
-    "draft model": lambda: DraftModel(tiny.model(VOCAB, layers=1, seed=3), Tree.chain(2)),
-}
-KINDS: dict[str, dict[str, Any]] = {"plain": {}, "int8": {"quantize": "int8"}, "2 devices": {"tensor_parallel": 2}}
-
-
-@pytest.mark.parametrize(
-    ("kind", "drafter"),
-    [("plain", "none"), ("plain", "mtp"), ("plain", "draft model"), ("int8", "eagle3"), ("2 devices", "eagle3")],
-)
-def test_updated_engine_has_the_tokens_of_a_fresh_engine_and_compiles_nothing(
-    kind: str, drafter: str, compilations: Any
-) -> None:
-    options, make_drafter = OPTIONS | KINDS[kind], DRAFTERS[drafter]
-    with (
-        make(old_target(), make_drafter(), **options) as engine,
-        make(new_target(), make_drafter(), **options) as fresh,
-    ):
-        before, wanted = tokens(engine), tokens(fresh)
-        programs = dict(engine.core.runner.programs.compiled)
-        update = engine.update_weights(new_target(), drafter="keep")
-        assert tokens(engine) == wanted
-        assert engine.core.runner.programs.compiled == programs, "no program was compiled"
-        assert update.version == engine.weight_version == 1
-        assert before != wanted, "control"
-        engine.scheduler.pages.check()
 
 
 @pytest.fixture(scope="module")
@@ -344,7 +313,6 @@ def test_refused_updates_change_nothing(engine: Engine, old: Engine) -> None:
         ({}, {}, ValueError, "the tensors do not match the config (missing:"),
         (5, {}, TypeError, "update_weights: weights: expected a Model, a mapping of arrays"),
         (layers, {"requests": "in_place"}, ValueError, "update_weights: requests: expected one of 'retract', 'keep'"),
-        (layers, {"version": "two"}, TypeError, "update_weights: version: expected an int or None"),
         (layers, {"drafter": NGram()}, ValueError, "update_weights: drafter: expected one like the engine's Eagle3("),
     ]
     cases += [
@@ -361,11 +329,26 @@ def test_refused_updates_change_nothing(engine: Engine, old: Engine) -> None:
     assert engine.weight_version == version and tokens(engine) == wanted
 
 
+def test_version_is_an_int_above_the_last(engine: Engine) -> None:
+    engine.update_weights(old_target())
+    last = engine.weight_version
+    for wrong in ("two", True, 2.0, np.zeros(2, int)):
+        with pytest.raises(TypeError, match="update_weights: version: expected an int or None"):
+            engine.update_weights(old_target(), version=wrong)
+    for wrong in (last, last - 1, -1, np.int64(0)):
+        with pytest.raises(ValueError, match=f"update_weights: version: expected a number above {last}, that of"):
+            engine.update_weights(old_target(), version=wrong)
+    assert engine.weight_version == last
+    for version in (last + 5, np.int32(last + 7), jnp.int32(last + 9)):
+        assert engine.update_weights(old_target(), version=version).version == engine.weight_version == int(version)
+        assert type(engine.weight_version) is int
+
+
 def test_updates_keep_no_old_weights_and_share_no_buffer_with_their_source(engine: Engine, new: Engine) -> None:
     engine.update_weights(new_target(), drafter=eagle3(2))
     gc.collect()
     before = live_bytes()
-    for seed in range(3, 8):
+    for seed in range(3, 23):
         engine.update_weights(tiny.model(VOCAB, layers=1, seed=seed), drafter=eagle3(seed))
     assert live_bytes() == before
     weights, head = new_target(), tiny.eagle_head(old_target(), draft_vocab=12, feature_layers=(0, 1))
@@ -411,13 +394,11 @@ def test_update_of_an_mtp_layer_must_be_named() -> None:
         assert engine.weight_version == 1
 
 
-@pytest.mark.parametrize(("weights", "drafter"), [("keep", "suffix"), ("host", "none"), ("drop", "none")])
-def test_sleeping_engine_frees_its_memory_and_goes_on_with_the_same_tokens(weights: str, drafter: str) -> None:
+@pytest.mark.parametrize("weights", ["keep", "host", "drop"])
+def test_sleeping_engine_frees_its_memory_and_goes_on_with_the_same_tokens(weights: str) -> None:
     params = {"max_tokens": 12, "temperature": 1.0, "seed": 3}
-    with (
-        make(old_target(), DRAFTERS[drafter](), **OPTIONS) as never,
-        make(old_target(), DRAFTERS[drafter](), **OPTIONS) as engine,
-    ):
+    drafter = Suffix(Tree.chain(3), scope="engine", corpus_tokens=256) if weights == "keep" else None
+    with make(old_target(), drafter, **OPTIONS) as never, make(old_target(), drafter, **OPTIONS) as engine:
         wanted = [tokens(never), *(never.generate(p, params)[0].token_ids for p in PROMPTS)]
         assert tokens(engine) == wanted[0]
         found = engine.metrics.num_accepted_tokens
@@ -445,11 +426,36 @@ def test_sleeping_engine_frees_its_memory_and_goes_on_with_the_same_tokens(weigh
                 assert bytes_of(engine) == before and not engine.is_sleeping
                 assert [hand.result(request).token_ids for request in asked] == wanted[1:]
         assert tokens(engine) == wanted[0]
-        if drafter == "suffix":  # texts of requests before it slept are still found
+        if drafter is not None:  # texts of requests before it slept are still found
             engine.sleep()
             engine.wake_up()
             again = engine.generate(PROMPTS[0], params)[0].metrics
             assert again.mean_acceptance_length > 2, found
+
+
+@pytest.mark.parametrize("weights", ["keep", "host", "drop"])
+def test_engine_that_is_updated_asleep_wakes_with_the_new_weights(engine: Engine, new: Engine, weights: str) -> None:
+    engine.update_weights(old_target())
+    before, wanted = tokens(engine), tokens(new)
+    with ByHand(engine) as hand:
+        prompt, params = CASES[1]
+        request = hand.submit(prompt, params)
+        while len(request.token_ids) < 4:
+            hand.step()
+        engine.sleep(weights=weights)
+        live = live_bytes()
+        for target in (old_target(), new_target()):
+            engine.update_weights(target)
+        assert engine.is_sleeping
+        if weights == "keep":
+            del target
+            assert live_bytes() == live, "nothing is held twice"
+        engine.wake_up()
+        done = hand.result(request)
+    count = done.weight_versions[0][1]
+    assert done.token_ids == after(new, prompt, done.token_ids[:count], params)
+    assert [version for *_, version in done.weight_versions] == [engine.weight_version - 2, engine.weight_version]
+    assert tokens(engine) == wanted != before
 
 
 def live_bytes() -> int:
@@ -484,23 +490,60 @@ def test_engine_that_cannot_get_its_memory_back_sleeps_on(engine: Engine, monkey
     assert tokens(engine) == before
 
 
-def test_replicas_get_the_same_weights_and_sleep_together() -> None:
-    def make_one(mesh: Any) -> Engine:
-        return make(old_target(), eagle3(), mesh=mesh, **OPTIONS)
+@pytest.fixture(scope="module")
+def replicas() -> Iterator[Replicas]:
+    with Replicas(lambda mesh: make(old_target(), eagle3(), mesh=mesh, **OPTIONS), 2) as made:
+        yield made
 
-    with Replicas(make_one, 2) as replicas, make(new_target(), eagle3(), **OPTIONS) as fresh:
-        before, wanted = tokens(replicas), tokens(fresh)
-        update = replicas.update_weights(new_target(), version=5)
-        assert tokens(replicas) == wanted != before
-        assert update.version == replicas.weight_version == 5
-        assert [engine.weight_version for engine in replicas.engines] == [5, 5]
-        assert 'jspec:weight_version{model_name="jspec",engine="1"} 5.0' in replicas.prometheus()
-        replicas.sleep(weights="host")
-        with pytest.raises(RuntimeError, match=re.escape("the engines sleep; call wake_up()")):
-            replicas.generate(PROMPTS)
-        replicas.wake_up()
-        assert tokens(replicas) == wanted
-        assert replicas.reset_prefix_cache() > 0
+
+def test_replicas_get_the_same_weights_and_sleep_together(replicas: Replicas, new: Engine) -> None:
+    before, wanted = tokens(replicas), tokens(new)
+    update = replicas.update_weights(new_target(), version=5)
+    assert tokens(replicas) == wanted != before
+    assert update.version == replicas.weight_version == 5
+    assert [engine.weight_version for engine in replicas.engines] == [5, 5]
+    assert 'jspec:weight_version{model_name="jspec",engine="1"} 5.0' in replicas.prometheus()
+    replicas.sleep(weights="host")
+    with pytest.raises(RuntimeError, match=re.escape("the engines sleep; call wake_up()")):
+        replicas.generate(PROMPTS)
+    replicas.wake_up()
+    assert tokens(replicas) == wanted
+    assert replicas.reset_prefix_cache() > 0
+
+
+def test_error_tells_versions_of_replicas_that_differ_and_a_failed_one_is_left_out(
+    replicas: Replicas, old: Engine, new: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    second = replicas.engines[1]
+    replicas.update_weights(new_target())
+    last, may_run = replicas.weight_version, threading.Event()
+    results = Fault(Future.result, 2, KeyboardInterrupt())  # interrupts the second wait
+    for kind in (KeyboardInterrupt, ValueError):
+        with monkeypatch.context() as patch:
+            if kind is ValueError:
+                patch.setattr(second.core, "use_version", Fault(lambda version: None, 1, ValueError("a fault")))
+            else:
+                second.threads.call(lambda: may_run.wait(60))
+                patch.setattr(Future, "result", lambda done: results(done))
+            with pytest.raises(kind) as raised:
+                replicas.update_weights(old_target(), version=last + 1)
+        may_run.set()
+        versions = f"{last + 1}, {last}"
+        note = f"update_weights: the engines now have weights of versions {versions}; update them again"
+        assert raised.value.__notes__ == [note]
+        assert replicas.weight_version == last
+        replicas.update_weights(old_target(), version=last + 1)
+        assert [engine.weight_version for engine in replicas.engines] == [last + 1] * 2
+        assert tokens(replicas) == tokens(old)
+        last += 1
+
+    def fail(*_: Any) -> None:
+        second.threads.recovery.healthy = False
+        raise RuntimeError("the device is lost")
+
+    monkeypatch.setattr(second.threads, "settled", fail)
+    assert replicas.update_weights(new_target()).version == replicas.weight_version == last + 1
+    assert len(replicas.failed) == 1 and tokens(replicas) == tokens(new)
 
 
 def test_warning_of_low_acceptance_says_how_many_updates_ago_the_head_was_given(engine: Engine) -> None:

@@ -272,7 +272,7 @@ def test_queue_and_abort_of_many_requests_let_the_thread_step_in_between(
         return lambda *args: (handled.append(0), original(*args))[1]
 
     threads = engine.threads
-    monkeypatch.setattr(threads, "_queue", begins(threads._queue))
+    monkeypatch.setattr(threads._programs, "queue", begins(threads._programs.queue))
     monkeypatch.setattr(threads, "_abort", begins(threads._abort))
     monkeypatch.setattr(engine.core, "add", counted(engine.core.add))
     monkeypatch.setattr(engine.core, "finish", counted(engine.core.finish))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec import Completion, Drafter, Eagle3, Engine, Model, Tree
+from jspec import MTP, Completion, DFlash, Drafter, DraftModel, Eagle3, Engine, Medusa, Model, NGram, Tree
+from jspec.draft.beside import Beside
 from jspec.models.weights.quantize import quantize_weights
 from jspec.tools import demo
 from jspec.train import OPTIONS, log_probs
@@ -30,9 +33,28 @@ def target(dtype: str = "float32", seed: int = 0) -> Model:
     return jax.tree.map(lambda values: values.astype(dtype), tiny.model(VOCAB, seed=seed))
 
 
-def eagle3(model: Model) -> Drafter:
+def in_dtype(head: Any, model: Model) -> Any:
+    return jax.tree.map(lambda x: x.astype(model.dtype) if x.dtype == jnp.float32 else x, head)
+
+
+def eagle3(model: Model, tree: Tree | None = None) -> Drafter:
     head = tiny.eagle_head(model, draft_vocab=12, feature_layers=(0, 1, 2))
-    return Eagle3(jax.tree.map(lambda x: x.astype(model.dtype) if x.dtype == jnp.float32 else x, head), Tree.chain(3))
+    return Eagle3(in_dtype(head, model), tree or Tree.chain(3))
+
+
+DRAFTERS: dict[str, Callable[[Model], Drafter | None]] = {
+    "none": lambda model: None,
+    "eagle3": eagle3,
+    "tree": lambda model: eagle3(model, Tree.topk(8, 3, 3)),
+    "ngram": lambda model: NGram(Tree.chain(3)),
+    "beside": lambda model: Beside(eagle3(model), NGram(Tree.chain(3)), "beside"),
+    "medusa": lambda model: Medusa(in_dtype(tiny.medusa_heads(model, 2), model), Tree.chain(2)),
+    "mtp": lambda model: MTP(in_dtype(tiny.mtp_head(model), model), Tree.chain(2)),
+    "dflash": lambda model: DFlash(
+        in_dtype(tiny.dflash_head(model, block_size=4, feature_layers=(0, 1)), model), Tree.chain(3)
+    ),
+    "draft model": lambda model: DraftModel(target(str(model.dtype), seed=4), Tree.chain(2)),
+}
 
 
 def padded(completions: list[Completion]) -> tuple[np.ndarray, np.ndarray]:
@@ -42,39 +64,64 @@ def padded(completions: list[Completion]) -> tuple[np.ndarray, np.ndarray]:
     return np.array([text + [VOCAB - 1] * (max(lengths) - len(text)) for text in texts]), lengths
 
 
-def sampled(engine: Engine) -> tuple[list[Completion], list[np.ndarray]]:
+def sampled(engine: Engine, temperature: float = 1.0) -> tuple[list[Completion], list[np.ndarray]]:
     """Return completions of all prompts, and the log-probabilities with which their tokens were sampled."""
-    done = engine.generate(PROMPTS, max_tokens=20, temperature=1.0, seed=3, logprobs=0)
+    done = engine.generate(PROMPTS, max_tokens=20, temperature=temperature, seed=3, logprobs=0)
     return done, [np.array([record.logprob for record in c.logprobs or ()], np.float32) for c in done]
 
 
-@pytest.mark.parametrize(("dtype", "drafts"), [("float32", "eagle3"), ("bfloat16", "eagle3"), ("bfloat16", "none")])
-def test_values_have_the_bits_that_a_deterministic_engine_sampled_from(dtype: str, drafts: str) -> None:
+ENGINE: dict[str, Any] = dict(slots=4, max_len=64, page_size=4, logprobs_mode="processed_logprobs")
+SHORT = {("float32", "eagle3", 1.0), ("bfloat16", "eagle3", 1.0), ("bfloat16", "ngram", 0.7)}
+CASES = [(dtype, drafts, t) for dtype in ("float32", "bfloat16") for drafts in DRAFTERS for t in (1.0, 0.7)]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "drafts", "temperature"),
+    [case if case in SHORT else pytest.param(*case, marks=pytest.mark.long) for case in CASES],
+)
+def test_values_have_the_bits_that_a_deterministic_engine_sampled_from(
+    dtype: str, drafts: str, temperature: float
+) -> None:
     model = target(dtype)
-    drafter = None if drafts == "none" else eagle3(model)
-    with make(model, drafter, slots=4, max_len=64, page_size=4, deterministic=True) as engine:
-        done, wanted = sampled(engine)
+    with make(model, DRAFTERS[drafts](model), deterministic=True, **ENGINE) as engine:
+        done, wanted = sampled(engine, temperature)
         tokens, lengths = padded(done)
         prompts = [len(c.prompt_token_ids) for c in done]
         of_engine = engine.log_probs([row[:n] for row, n in zip(tokens.tolist(), lengths, strict=True)])
-    jitted = jax.jit(log_probs, compiler_options=OPTIONS)(model, tokens, lengths)
-    for values in (np.asarray(log_probs(model, tokens, lengths)), np.asarray(jitted)):
-        for row, first, end, scores, scored in zip(values, prompts, lengths, wanted, of_engine, strict=True):
+    for row, scored in zip(np.asarray(log_probs(model, tokens, lengths)), of_engine, strict=True):
+        np.testing.assert_array_equal(row[1 : len(scored) + 1], scored)
+    score = partial(log_probs, temperature=temperature)
+    jitted = jax.jit(score, compiler_options=OPTIONS)(model, tokens, lengths)
+    for values in (np.asarray(score(model, tokens, lengths)), np.asarray(jitted)):
+        for row, first, end, scores in zip(values, prompts, lengths, wanted, strict=True):
             np.testing.assert_array_equal(row[first:end], scores)
-            np.testing.assert_array_equal(row[1:end], scored)
             assert row[0] == 0 and not row[end:].any()
-    other = np.asarray(log_probs(target(dtype, seed=1), tokens, lengths))
+    other = np.asarray(score(target(dtype, seed=1), tokens, lengths))
     assert np.abs(other - values).max() > 1e-3, "control: another model"
 
 
-def test_values_of_an_engine_that_is_not_deterministic_are_near(golden: Path) -> None:
-    with make(target(), eagle3(target()), slots=4, max_len=64, page_size=4) as engine:
-        done, wanted = sampled(engine)
-    tokens, lengths = padded(done)
-    values = np.asarray(log_probs(target(), tokens, lengths))
-    for row, c, scores in zip(values, done, wanted, strict=True):
-        first = len(c.prompt_token_ids)
-        np.testing.assert_allclose(row[first : first + 20], scores, atol=5e-5)
+@pytest.mark.parametrize(
+    ("drafts", "temperature"),
+    [
+        case if case == ("eagle3", 0.7) else pytest.param(*case, marks=pytest.mark.long)
+        for case in [(drafts, t) for drafts in DRAFTERS for t in (1.0, 0.7)]
+    ],
+)
+def test_values_of_an_engine_that_is_not_deterministic_are_near(drafts: str, temperature: float) -> None:
+    with make(target(), DRAFTERS[drafts](target()), **ENGINE) as engine:
+        done, wanted = sampled(engine, temperature)
+        engine.update_weights(target(seed=1), drafter="keep")
+        later, now = sampled(engine, temperature)
+    for completions, scores, model, before in ((done, wanted, target(), 1), (later, now, target(seed=1), 0)):
+        tokens, lengths = padded(completions)
+        values, stale = (
+            np.asarray(log_probs(weights, tokens, lengths, temperature=temperature))
+            for weights in (model, target(seed=before))
+        )
+        for row, old, c, drawn in zip(values, stale, completions, scores, strict=True):
+            first = len(c.prompt_token_ids)
+            np.testing.assert_allclose(row[first : first + 20], drawn, atol=5e-5)
+            assert np.abs(old[first : first + 20] - drawn).max() > 1e-3, "control: weights of before the update"
 
 
 def test_program_that_leaves_out_roundings_gives_nan() -> None:

@@ -9,21 +9,20 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 from jspec.core.config import EngineConfig
 from jspec.engine.callers.deliveries import Deliveries, Key, Outlet
+from jspec.engine.callers.late_programs import AT_ONCE, LatePrograms
 from jspec.engine.request.request import Request
 from jspec.engine.run.core import EngineCore
 from jspec.engine.run.errors import Recovery, caused_by
 from jspec.engine.run.stats_logger import LowAcceptanceWarner, StatsLogger
 from jspec.engine.run.weight_update import settle
-from jspec.step.executable_key import ExecutableKey
 
-AT_ONCE = 256  # completions that one call queues or aborts
 TURN_SECONDS = 0.01  # of calls before a step, if they are short
 ENDED = "the engine's thread has ended by an error; make a new engine"
 
@@ -35,8 +34,8 @@ logger = logging.getLogger(__name__)
 class EngineThread:
     """Runs the steps of an engine in one thread, which alone uses the engine's loop.
 
-    Programs that a request lacks are compiled in a second thread, while the first one steps the other requests. The
-    thread begins with the first request. Ctrl-C never reaches it, so no step is interrupted.
+    Programs that a request lacks are compiled in a second thread (`LatePrograms`), while the first one steps the other
+    requests. The thread begins with the first request. Ctrl-C never reaches it, so no step is interrupted.
 
     Args:
         core: the engine's loop.
@@ -50,12 +49,11 @@ class EngineThread:
         self.warn = self.acceptance_warner.warn  # for the threads of callers
         self._stats_logger = StatsLogger(config.log_interval)
         self._thread = threading.Thread(target=self._run, name="jspec-engine", daemon=True)
-        self._compiler = ThreadPoolExecutor(1, "jspec-compile")
         # Functions to call between two steps. A garbage collection may put one at any moment, so no lock may be needed.
         self._calls: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._deliveries = Deliveries(lambda: self.call(_nothing))
-        self._lock = threading.Lock()  # protects the next two
-        self._compiles_rounds = False
+        self._programs = LatePrograms(core, self._deliveries, self.call)
+        self._lock = threading.Lock()  # protects the next one
         self._stopped = False
         self._ended = False  # whether the thread takes no more calls
         self.updating = threading.Lock()  # held by a thread that replaces weights or frees memory
@@ -86,7 +84,7 @@ class EngineThread:
         with self._lock:
             self.check_open()
             self._deliveries.add(asked, outlet, whole=whole)
-            self.call(lambda: self._queue(self._deliveries.track(list(asked))))
+            self.call(lambda: self._programs.queue(self._deliveries.track(list(asked))))
         self.start()
 
     def check_open(self) -> None:
@@ -107,14 +105,15 @@ class EngineThread:
         self._calls.put(function)
 
     def do(self, function: Callable[[], T]) -> T:
-        """Return the result of a function that uses the engine's loop; the thread calls it between two steps."""
+        """Return the result of a function that uses the engine's loop; a running thread calls it between two steps.
+
+        The thread itself may call this within a step.
+        """
         self.check_process()
-        done: Future[T] = Future()
         with self._lock:
             is_running = self._thread.is_alive() and not self._ended and not self.is_current
-            if is_running:
-                self.call(partial(_set_result, done, function))
-        return done.result() if is_running else function()
+            result = self._put(function, self.call) if is_running else function
+        return result()
 
     def between_steps(self, function: Callable[[], T]) -> T:
         """Return the result of a function that the thread calls between two steps; the thread begins if need be.
@@ -157,18 +156,26 @@ class EngineThread:
     def _later(self, function: Callable[[], T], put: Callable[[Callable[[], object]], None]) -> T:
         """Return the result of a function after another one has let the thread call it."""
         self.check_other_thread()
-        if self.is_current:  # the caller makes the turns by hand
-            return function()
         self.start()
-        done: Future[T] = Future()
         with self._lock:
-            self.check_open()
-            put(partial(_set_result, done, function))
-        try:
-            return done.result()
-        except BaseException:
-            done.cancel()  # after Ctrl-C of the caller the function is not called any more
-            raise
+            if not self.is_current:  # else the caller makes the turns by hand
+                self.check_open()
+                function = self._put(function, put)
+        return function()
+
+    def _put(self, function: Callable[[], T], put: Callable[[Callable[[], object]], None]) -> Callable[[], T]:
+        """Let the thread call a function; return a function that waits for its result."""
+        done: Future[T] = Future()
+        put(partial(_set_result, done, function))
+
+        def result() -> T:
+            try:
+                return done.result()
+            except BaseException:
+                done.cancel()  # after Ctrl-C of the caller the function is not called any more
+                raise
+
+        return result
 
     def close(self) -> None:
         """Abort all requests, deliver their last chunks, wait for the end of the thread and free the device memory."""
@@ -240,8 +247,7 @@ class EngineThread:
         with self.recovery:
             has_work = self.core.step(overlap=self.config.overlap)
         self._deliveries.deliver_new()
-        if not self._compiles_rounds and (waiting := self._deliveries.needing_rounds()):
-            self._compile_rounds(waiting)
+        self._programs.compile_rounds()
         if self._stats_logger.is_due():
             self._stats_logger.write(self.core.metrics(), self.core.gauges())
         for rows in self.core.take_drafted_rows():
@@ -282,60 +288,6 @@ class EngineThread:
                 except Exception:
                     logger.exception("a call failed while the engine's thread ended")
 
-    def _queue(self, samples: Sequence[Request]) -> None:
-        """Queue the completions that are not aborted, once the programs of their prefills are compiled."""
-        runner = self.core.runner
-        samples = [sample for sample in samples if sample.finish_reason is None]
-        if missing := runner.missing(runner.choice.prefill_keys(samples)):
-            self._compile(missing, samples, self._queue)
-            return
-        for sample in samples[:AT_ONCE]:
-            self.core.add(sample, self._deliveries.submitted_at(sample))
-        self._missing_rounds(samples[:AT_ONCE])
-        if rest := samples[AT_ONCE:]:
-            self.call(partial(self._queue, rest))
-
-    def _missing_rounds(self, samples: Sequence[Request]) -> list[ExecutableKey]:
-        """Return what completions lack of the programs of their rounds; the scheduler plans no round before that."""
-        runner = self.core.runner
-        missing = runner.missing(runner.choice.round_keys(samples, self.core.live)) if samples else []
-        for sample in samples:
-            sample.state.awaits_rounds = bool(missing)
-        return missing
-
-    def _compile_rounds(self, samples: Sequence[Request]) -> None:
-        """Compile what completions with a first token lack of the programs of their rounds."""
-        samples = [sample for sample in samples if sample.finish_reason is None]
-        missing = self._missing_rounds(samples)
-        self._compiles_rounds = bool(missing)
-        if missing:
-            self._compile(missing, samples, self._compile_rounds)
-
-    def _compile(
-        self, keys: Sequence[ExecutableKey], samples: Sequence[Request], then: Callable[[Sequence[Request]], None]
-    ) -> None:
-        """Compile programs in another thread, and then call a function with the completions that wait for them."""
-
-        def work() -> None:
-            try:
-                self.core.runner.compile(keys)
-            except Exception as error:
-                self._calls.put(partial(self._refuse, samples, error))
-            else:
-                self._calls.put(partial(then, samples))
-
-        try:
-            self._compiler.submit(work)
-        except RuntimeError as error:  # no thread can be started, or the interpreter ends
-            self._refuse(samples, error)
-
-    def _refuse(self, samples: Sequence[Request], error: Exception) -> None:
-        """End completions whose programs cannot be compiled."""
-        self._compiles_rounds = False
-        for sample in samples:
-            sample.output.is_refused = True
-        self.core.fail([sample for sample in samples if sample.finish_reason is None], error)
-
     def _abort(self, key: Key) -> None:
         live = [sample for sample in self._deliveries.samples_of(key) if sample.finish_reason is None]
         self._abort_all(live[:AT_ONCE])
@@ -355,7 +307,7 @@ class EngineThread:
         with self._lock:
             self._stopped = self._ended = True
         self._take_last_calls()
-        self._compiler.shutdown(wait=False, cancel_futures=True)
+        self._programs.stop()
         unfinished = [sample for sample in self._deliveries.tracked() if sample.finish_reason is None]
         try:
             if error is None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import operator
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from jspec.core.foreign_names import keywords_checked
 from jspec.core.shorten import short
@@ -47,7 +48,9 @@ class TrainerCalls(abc.ABC):
     ) -> WeightUpdate:
         """Replace the target's weights, between two steps; the engine compiles nothing, and forgets its prefix cache.
 
-        Everything is checked first; a refused update changes nothing.
+        Everything is checked first; a refused update changes nothing. Of several engines each is updated in turn. One
+        that fails for good meanwhile is left out; after another error, or Ctrl-C, a note of the error says which
+        versions the engines have, and a call with the same version brings the rest to it.
 
         Args:
             weights: a `Model`; a mapping of jax or numpy arrays by the names of a Hugging Face checkpoint; or a folder
@@ -61,7 +64,8 @@ class TrainerCalls(abc.ABC):
                 the target, must be given, or "keep" for the old one.
             copy: whether arrays that need no conversion are copied. A trainer that donates them to a program would
                 delete an engine's weights that share their buffers.
-            version: number of these weights in ``Completion.weight_versions``; None: one more than the last.
+            version: number of these weights in ``Completion.weight_versions``, above that of the last, so that spans of
+                different weights differ; None: one more than the last.
 
         Raises:
             TypeError, ValueError: an argument is of another kind, or the weights are not like the engine's.
@@ -69,15 +73,14 @@ class TrainerCalls(abc.ABC):
         """
         began = time.perf_counter()
         check_mode("update_weights", requests)
-        if version is not None and type(version) is not int:
-            raise TypeError(f"update_weights: version: expected an int or None, got {short(version)}")
         with self._in_order("update_weights", requests) as engines:
+            number = _checked_version(version, [engine.core.weight_version for engine in engines])
             prepared = [_prepare(engine, weights, drafter, copy) for engine in engines]  # before any is changed
-            if version is None:
-                version = 1 + max(engine.core.weight_version for engine in engines)
-            is_new = isinstance(drafter, Drafter)
-            pairs = zip(engines, prepared, strict=True)
-            updates = [_swap(engine, *made, requests, version, is_new=is_new) for engine, made in pairs]
+            updates: list[WeightUpdate] = []
+            for engine, made in zip(engines, prepared, strict=True):
+                with _noting_versions(engines, engine):
+                    updates.append(_swap(engine, *made, requests, number, is_new=isinstance(drafter, Drafter)))
+            self._check_alive()
         return replace(sum(updates[1:], updates[0]), seconds=time.perf_counter() - began)
 
     def reset_prefix_cache(self) -> int:
@@ -168,6 +171,36 @@ def _check_call(engine: EngineThread, call: str, requests: str) -> None:
             f'{call}: requests="wait": expected an engine whose requests can end meanwhile, but {reason}; pass '
             'requests="retract"'
         )
+
+
+def _checked_version(version: Any, current: Sequence[int]) -> int:
+    """Return the number of new weights for engines whose weights have the given numbers."""
+    if version is None:
+        return 1 + max(current)
+    try:
+        number = operator.index(version if type(version) is not bool else None)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"update_weights: version: expected an int or None, got {short(version)}") from None
+    if number <= min(current):
+        raise ValueError(
+            f"update_weights: version: expected a number above {min(current)}, that of the engine's weights, got "
+            f"{number}; leave it out for one more"
+        )
+    return number
+
+
+@contextlib.contextmanager
+def _noting_versions(engines: Sequence[EngineThread], engine: EngineThread) -> Iterator[None]:
+    """Let an update leave out an engine of several that fails for good; note at other errors what was updated."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, Exception) and engine.has_failed and any(not other.has_failed for other in engines):
+            return
+        if len(engines) > 1:
+            versions = ", ".join(str(other.core.weight_version) for other in engines)
+            error.add_note(f"update_weights: the engines now have weights of versions {versions}; update them again")
+        raise
 
 
 def _prepare(

@@ -343,12 +343,21 @@ class ModelRunner:
 
         Raises:
             RuntimeError: the weights were dropped.
-            ValueError: the memory does not suffice; the weights are on the devices then, and the state is not.
+            ValueError: the memory does not suffice; neither the weights nor a state are on the devices then.
         """
-        self.use(*back_on_devices(self.program.drafter, self.params))
-        for side in self._sides:
-            with side.explain_oom(self.pool):
-                side.wake()
+        asleep, awake = (self.program.drafter, self.params), list[Device]()
+        try:
+            with self.target_side.explain_oom(self.pool):
+                self.use(*back_on_devices(*asleep))
+            for side in self._sides:
+                with side.explain_oom(self.pool):
+                    side.wake()
+                awake.append(side)
+        except BaseException:
+            for side in awake:
+                side.sleep()
+            self.use(*asleep)
+            raise
 
     def close(self) -> None:
         """Free the device memory of the state, in all processes."""

@@ -33,6 +33,7 @@ from jspec.models.mlps.mlp_config import Dense, Experts
 from jspec.models.mlps.shared_expert import check_apart
 from jspec.models.parts.checks import check_divided
 from jspec.models.parts.param_spec import Params, ParamSpec
+from jspec.models.parts.transfer import moved
 from pallas_kernels.layers.packed.int4 import reblocked
 from pallas_kernels.layers.shard import AXIS, Shard
 from pallas_kernels.layers.weights import Quantized
@@ -127,15 +128,28 @@ def put(array: Any, param: ParamSpec, mesh: Mesh, *, is_ordered: bool = False) -
     if isinstance(array, jax.ShapeDtypeStruct):
         rows = array.shape[:1] if order is None else order.shape
         return jax.ShapeDtypeStruct((rows[0] + padding, *array.shape[1:]), array.dtype, sharding=sharding)
-    if padding:
-        pad = np.pad if isinstance(array, np.ndarray) else jax.numpy.pad
-        array = pad(array, [(0, padding), *[(0, 0)] * (array.ndim - 1)])
+    ordered = _in_order(array, None if order is None else param, mesh.size, padding)
     if _is_on(array, mesh) and (order is not None or not sharding.is_fully_addressable):
-        return jax.jit(lambda array: array if order is None else array[order], out_shardings=sharding)(array)
-    ordered = array if order is None else array.take(order, axis=0)
+        return jax.jit(lambda array: array, out_shardings=sharding)(ordered)
     if not sharding.is_fully_addressable:
         _compare_later(sample(ordered))
     return to_devices(ordered, sharding)
+
+
+def _in_order(array: Any, param: ParamSpec | None, devices: int, padding: int) -> Any:
+    """Return an array with rows in the order of the devices, or with rows of zeros behind; None: in the old order."""
+    if param is None and not padding:
+        return array
+    if not isinstance(array, np.ndarray):
+        return _in_order_on_device(array, param, devices, padding)
+    rows = array if param is None else array[device_rows(param, devices)]
+    return np.pad(rows, [(0, padding), *[(0, 0)] * (array.ndim - 1)])
+
+
+@partial(jax.jit, static_argnums=(1, 2, 3))  # a program has the order, so the host sends nothing
+def _in_order_on_device(array: jax.Array, param: ParamSpec | None, devices: int, padding: int) -> jax.Array:
+    rows = array if param is None else array[device_rows(param, devices)]
+    return jax.numpy.pad(rows, [(0, padding), *[(0, 0)] * (array.ndim - 1)])
 
 
 def compare_folder(header: Header, mesh: Mesh) -> None:
@@ -164,7 +178,7 @@ def _compare_later(values: bytes) -> None:
 def to_devices(array: Any, sharding: NamedSharding) -> jax.Array:
     """Divide an array of this process over devices; of other processes' devices only the sharding is used."""
     if sharding.is_fully_addressable:
-        return jax.device_put(array, sharding)
+        return moved(array, sharding)
     on_host = np.asarray(array)
     return jax.make_array_from_callback(on_host.shape, sharding, lambda part: on_host[part])
 
