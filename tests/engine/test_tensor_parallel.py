@@ -65,8 +65,9 @@ PLAIN = 0, 1, 5  # requests of `PARAMS` for which no logits are gathered, neithe
 WIDTHS = {32, 62}  # of gathered draft logits and logits on two devices
 OPTIONS: dict[str, Any] = dict(slots=6, max_len=64, buckets=(6,), prefill_buckets=(96,))
 LLAMA_OPTIONS: dict[str, Any] = {**OPTIONS, "controls": False}  # fewer traits, which compile sooner
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4")
 DENSE = ("gemma2", "gemma3_text", "gemma4_text", "granite", "llama", "mistral", "olmo3", "phi3", "qwen2", "qwen3")
-FAMILIES = (*DENSE, "qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "llama4_text", "deepseek_v2", "deepseek_v3")
+FAMILIES = (*DENSE, "qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "llama4_text", "minimax_m2", *LATENT)
 
 
 @cache
@@ -257,9 +258,9 @@ def test_device_that_sums_in_another_order_is_caught(monkeypatch: pytest.MonkeyP
         jax.clear_caches()
 
 
-UNDIVIDED = (("deepseek_v2", 4), ("deepseek_v3", 4))  # these have six experts
+UNDIVIDED = tuple((family, 4) for family in (*LATENT, "minimax_m2"))  # these have six experts
 FAMILIES_BY_DEFAULT = tuple((family, 2) for family in ("gpt_oss", "deepseek_v3"))
-LONG_FAMILIES = (("gemma4_text", 2), ("glm4_moe", 2), ("llama4_text", 2), ("deepseek_v2", 2))
+LONG_FAMILIES = (("gemma4_text", 2), ("glm4_moe", 2), ("llama4_text", 2), ("mistral4", 2), ("minimax_m2", 2))
 
 
 def with_a_fourth_expert(folder: Path, out: Path) -> Path:
@@ -293,7 +294,7 @@ def test_family_on_several_devices_emits_the_greedy_tokens_of_transformers(
     folder = golden / "families" / family
     data = recording(folder / "expect.npz")
     prompts, wanted = ([data[f"{name}{i}"].tolist() for i in range(3)] for name in ("prompt", "greedy"))
-    own: dict[str, Any] = dict(slots=3, max_len=160, buckets=(3,), prefill_buckets=(32,), page_size=8)
+    own: dict[str, Any] = dict(slots=3, max_len=176, buckets=(3,), prefill_buckets=(32,), page_size=8)
     folder = with_a_fourth_expert(folder, tmp_path) if family == "llama4_text" else folder
     with Engine.from_pretrained(folder, dtype="float32", tensor_parallel=devices, eos_ids=(), **own) as engine:
         for time in range(2):

@@ -48,6 +48,7 @@ SIZES: list[dict[str, Any]] = [
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "glm4_moe": {},
+    "glm4_moe_lite": {},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "deepseek_v3": {},
     "gemma2": {},
@@ -56,8 +57,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": {},
     "granite": {},
     "llama4_text": {},
+    "minimax_m2": {},
     "ministral": {},
     "mistral": {},
+    "mistral4": {},
     "mixtral": {},
     "olmo2": {},
     "olmo3": {"rope_theta": 500000.0},
@@ -154,7 +157,7 @@ ROPE_KEYS = ("rope_theta", "rope_parameters", "rope_scaling", "rope_local_base_f
         (model_type, keys)
         for model_type in sorted({*model_types()} - {"kimi_k2"})  # transformers has no Kimi K2
         for keys in ({}, {"rope_scaling": LINEAR}, {"rope_theta": 5e5, "rope_scaling": LINEAR})
-        if not keys or model_type not in ("phi3", "gemma4_text")  # transformers refuses these, or cannot run them
+        if not keys or model_type not in ("phi3", "gemma4_text", "mistral4")  # transformers refuses or cannot run these
     ],
     ids=str,
 )

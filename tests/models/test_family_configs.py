@@ -24,8 +24,9 @@ pytestmark = pytest.mark.once
 
 DENSE = ("llama", "qwen2", "qwen3", "mistral", "phi3", "gemma2", "gemma3_text", "gemma4_text", "olmo3", "granite")
 HYBRID = ("lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
-FAMILIES = (*DENSE, "qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "llama4_text", *HYBRID)
-STORED = ("gemma3_text", "gemma4_text", "phi3", "olmo3", "gpt_oss", "glm4_moe", "llama4_text", *HYBRID)
+LATENT = ("glm4_moe_lite", "mistral4")
+FAMILIES = (*DENSE, "qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "llama4_text", *LATENT, "minimax_m2", *HYBRID)
+STORED = ("gemma3_text", "gemma4_text", "phi3", "olmo3", "gpt_oss", "glm4_moe", "llama4_text", "mistral4", *HYBRID)
 FACTORS = {"short_factor": [1.0 + 0.1 * i for i in range(6)], "long_factor": [1.0 + i for i in range(6)]}
 YARN = {"rope_type": "yarn", "factor": 4.0}
 LONGROPE = {"rope_type": "longrope", **FACTORS, "rope_theta": 1e4, "partial_rotary_factor": 0.75}
@@ -186,6 +187,28 @@ BAD: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"scoring_func": "softmax"}, "scoring_func: expected sigmoid, got 'softmax'"),
         ({"routed_scaling_factor": -2}, "routed_scaling_factor: expected a finite number above 0, got -2"),
         ({"n_shared_experts": -1}, "n_shared_experts: expected an integer from 0 .*, got -1"),
+    ],
+    "glm4_moe_lite": [
+        ({"mlp_layer_types": ["dense", "sparse"]}, "mlp_layer_types: expected 3 types, one for each layer, .* got"),
+        ({"mlp_layer_types": ["dense", "moe", "moe"]}, "mlp_layer_types: expected .* 'dense' or 'sparse', got"),
+        ({"first_k_dense_replace": 2}, "first_k_dense_replace: expected 1, got 2"),
+        ({"topk_method": "greedy"}, "topk_method: expected noaux_tc, got 'greedy'"),
+        ({"attention_bias": True}, "attention_bias: expected False, got True"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: expected 1.0, got 0.5"),
+    ],
+    "mistral4": [
+        ({"n_group": 2}, "n_group: expected 1, got 2"),
+        ({"rope_parameters": {"rope_type": "default"}}, "rope type: expected 'yarn', got 'default'"),
+        ({"qk_nope_head_dim": 48}, "partial_rotary_factor: expected 0.25, the part of a head .*, got 0.5"),
+        ({"rope_parameters": {**YARN, "llama_4_scaling_beta": "0.1"}}, "llama_4_scaling_beta: expected a number, got"),
+        ({"layer_types": ["sliding_attention"] * 3}, "layer_types: expected .*full_attention.*, got"),
+    ],
+    "minimax_m2": [
+        ({"attn_type_list": [1, 0, 1]}, r"attn_type_list: expected 1 for each layer, got .*\[1, 0, 1\]"),
+        ({"qk_norm_type": "per_head"}, "qk_norm_type: expected per_layer, got 'per_head'"),
+        ({"use_routing_bias": False}, "use_routing_bias: expected True, got False"),
+        ({"rope_parameters": None, "rotary_dim": 15}, "partial_rotary_factor: expected to rotate an even number"),
+        ({"shared_intermediate_size": 16}, "shared_intermediate_size: expected 0, got 16"),
     ],
     "llama4_text": [
         ({"attention_chunk_size": 0}, "attention_chunk_size: expected an integer from 1 .*, got 0"),

@@ -39,6 +39,11 @@ LAYER: Names = {
     "shared_gate_up": ("mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight"),
     "shared_down": ("mlp.shared_experts.down_proj.weight",),
 }
+# The weights of all experts together, as some files have them; others have them expert by expert.
+TOGETHER: Names = {
+    "experts_gate_up": ("mlp.experts.gate_up_proj",),
+    "experts_down": ("mlp.experts.down_proj",),
+}
 NORMS = (
     *("attn_norm", "mlp_norm", "attn_post_norm", "mlp_post_norm", "q_norm", "k_norm", "norm"),
     *("input_norm", "embed_norm", "feature_norm"),  # of a layer that predicts further tokens
@@ -108,6 +113,12 @@ def _each_expert(tensors: Sequence[str], count: int) -> list[str]:
     """Return the names of the tensors of all experts, expert after expert; other tensors' names are unchanged."""
     experts = range(count) if "{}" in tensors[0] else range(1)
     return [tensor.format(expert) for expert in experts for tensor in tensors]
+
+
+def of_experts(names: Names, tensors: Collection[str]) -> Names:
+    """Return the tensor names by parameter of a layer, with those of experts as the file of ``tensors`` has them."""
+    is_together = any(name.endswith(".mlp.experts.gate_up_proj") for name in tensors)
+    return {**names, **TOGETHER} if is_together else names
 
 
 def input_major(row: MapRow) -> MapRow:
