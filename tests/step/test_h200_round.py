@@ -347,6 +347,28 @@ def test_h200_round_of_latent_attention_is_one_cuda_graph_that_copies_no_pool(
     assert [program.count(name) for name in ("append_latent", "head_products")] == [layers] * 2
 
 
+FLASH: dict[str, Any] = dict(
+    model_type="glm4_moe_lite", hidden_size=2048, intermediate_size=10240, num_hidden_layers=8, num_attention_heads=20
+)
+SMALL: dict[str, Any] = dict(
+    model_type="mistral4", hidden_size=4096, intermediate_size=12288, num_hidden_layers=4, num_attention_heads=32
+)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("fields", "launches"), [(FLASH, 280), (SMALL, 160)], ids=["glm-4.7-flash", "mistral-small-4"])
+@pytest.mark.parametrize("tree", [Tree.chain(4), Tree.topk(32, 6, 6)], ids=str)
+def test_h200_round_of_latent_attention_of_other_sizes_is_one_cuda_graph_that_copies_no_pool(
+    fields: dict[str, Any], launches: int, tree: Tree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, layers = fields["model_type"], fields["num_hidden_layers"]
+    config = read_config({**fields, "vocab_size": 131072, "rms_norm_eps": 1e-5})
+    monkeypatch.setitem(shapes.TARGETS, name, config)
+    monkeypatch.setitem(shapes.DRAFT_VOCAB, name, 32000)
+    program = check(*compile_round(tree, shape=name), launches=launches, temp_mib=180)
+    assert [program.count(kernel) for kernel in ("append_latent", "head_products")] == [layers] * 2
+
+
 CHUNKS: dict[str, Any] = dict(
     model_type="llama4_text", hidden_size=5120, intermediate_size=8192, num_hidden_layers=8, num_attention_heads=40
 )  # as Llama 4 Scout, whose layers have chunks and experts with weighted inputs
