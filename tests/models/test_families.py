@@ -33,7 +33,19 @@ from tests.support.recordings import recording
 
 pytestmark = pytest.mark.once
 
-DENSE = ("llama", "qwen2", "qwen3", "mistral", "phi3", "gemma2", "gemma3_text", "gemma4_text", "olmo3", "granite")
+DENSE = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "phi3",
+    "gemma2",
+    "gemma3_text",
+    "gemma4_text",
+    "olmo3",
+    "granite",
+    "muse_glimmer",
+)
 EXPERTS = ("qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "llama4_text", "minimax_m2")
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4")
 HYBRID = ("lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
@@ -513,6 +525,22 @@ WRONG: dict[str, dict[str, Callable[[Model], Model]]] = {
         "scores not normalised": router(is_normalised=False),
         "choice not corrected": weights(lambda _: None, "router_correction"),
         "gate and up swapped": weights(halves_swapped, "experts_gate_up"),
+    },
+    "muse_glimmer": {
+        "embedding not normed": config(norms_embedding=False),
+        "logits not multiplied": config(logit_divisor=1.0),
+        "no limit of logits": config(logit_softcap=None),
+        "epsilon 0.001 after layers": each_layer(lambda layer: replace(layer, post_norm_eps=1e-3)),
+        "norms without their 1": weights(lambda norm: norm - 1, "attn_norm", "mlp_norm"),
+        "norms after layers without their 1": weights(lambda norm: norm - 1, "attn_post_norm", "mlp_post_norm"),
+        "last norm with another 1": lambda model: model.replace(norm=model.norm + 1),
+        "scale of head_dim": attention(scale=None),
+        "no norms of q and k": attention(qk_norm=None),
+        "query and gate of attention swapped": parts_of(GQA, (3, 1, 2, 0)),
+        "every layer rotated": of_layers(False, lambda own: replace(own, rope=Rope(theta=5e5))),
+        "base 10000": of_layers(True, lambda own: replace(own, rope=replace(own.rope, theta=1e4))),
+        "window one less": attention(window=lambda old: old - 1),
+        "no window": attention(window=None),
     },
     "granite": {
         "scale of head_dim": attention(scale=None),

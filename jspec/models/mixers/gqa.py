@@ -58,6 +58,7 @@ class GQA(Attention):
         sinks: whether each query head has a sink, a score without a value (gpt-oss, arXiv:2508.10925).
         output_gate: whether each head's output is multiplied by the sigmoid of further products of the layer's input.
             A checkpoint of Hugging Face stores their rows behind those of each query head.
+        gates_apart: whether it stores these rows in a tensor of their own instead, behind that of values (Muse).
         causal: whether a query attends to no later token, whatever the batch's mask says, which lets the tokens of a
             DFlash block attend to each other.
     """
@@ -78,6 +79,7 @@ class GQA(Attention):
     softcap: float | None = None
     sinks: bool = False
     output_gate: bool = False
+    gates_apart: bool = False
     causal: bool = False
 
     @property
@@ -138,7 +140,8 @@ class GQA(Attention):
     def params(self, hidden: int, inputs: int, norm_dtype: str | None) -> dict[str, ParamSpec]:
         """Declare the weights; `Mixer.params`."""
         q, kv, dim = self.q_size, self.kv_size, self.head_dim
-        parts, stored = ((q, kv, kv, q), (2 * q, kv, kv)) if self.output_gate else ((q, kv, kv), ())
+        parts = (q, kv, kv, q) if self.output_gate else (q, kv, kv)
+        stored = (2 * q, kv, kv) if self.output_gate and not self.gates_apart else ()
         params = {
             "qkv": ParamSpec((sum(parts), inputs), ("heads", "hidden"), parts=parts, stored=stored, unit=dim),
             "o": ParamSpec((hidden, q), ("hidden", "heads")),
@@ -165,7 +168,7 @@ class GQA(Attention):
         name = row.parameter.rpartition(".")[2]
         if name == "qkv" and self.values_are_keys:
             row = self._without_values(row)
-        if name == "qkv" and self.output_gate:
+        if name == "qkv" and self.output_gate and not self.gates_apart:
             row = self._gates_last(row)
         rotated, dim = self.rope.rotated(self.head_dim), self.head_dim
         is_kept = rotated == dim and not self.is_interleaved

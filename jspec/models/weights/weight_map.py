@@ -87,7 +87,7 @@ def as_computed(made: Iterable[MapRow], config: DecoderConfig, *, norms_less_one
         norms_less_one: as for `model_rows`.
     """
     if norms_less_one:
-        made = [mapped(row, _plus_one) if row.parameter.rpartition(".")[2] in NORMS else row for row in made]
+        made = [plus_one(row) if row.parameter.rpartition(".")[2] in NORMS else row for row in made]
     return [in_kernel_order(row, config) for row in made]
 
 
@@ -127,8 +127,9 @@ def input_major(row: MapRow) -> MapRow:
     return mapped(row, lambda values: values.swapaxes(1, 2).copy(), (count, inner, out))
 
 
-def _plus_one(values: np.ndarray) -> np.ndarray:
-    return values + np.ones((), values.dtype)
+def plus_one(row: MapRow) -> MapRow:
+    """Return the row of a norm whose weight the file stores minus 1."""
+    return mapped(row, lambda values: values + np.ones((), values.dtype))
 
 
 def in_kernel_order(row: MapRow, config: DecoderConfig) -> MapRow:
