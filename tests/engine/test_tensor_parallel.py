@@ -66,7 +66,19 @@ WIDTHS = {32, 62}  # of gathered draft logits and logits on two devices
 OPTIONS: dict[str, Any] = dict(slots=6, max_len=64, buckets=(6,), prefill_buckets=(96,))
 LLAMA_OPTIONS: dict[str, Any] = {**OPTIONS, "controls": False}  # fewer traits, which compile sooner
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4")
-DENSE = ("gemma2", "gemma3_text", "gemma4_text", "granite", "llama", "mistral", "olmo3", "phi3", "qwen2", "qwen3")
+DENSE = (
+    "gemma2",
+    "gemma3_text",
+    "gemma4_text",
+    "granite",
+    "llama",
+    "mistral",
+    "muse_glimmer",
+    "olmo3",
+    "phi3",
+    "qwen2",
+    "qwen3",
+)
 FAMILIES = (*DENSE, "qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "llama4_text", "minimax_m2", *LATENT)
 
 
@@ -260,7 +272,14 @@ def test_device_that_sums_in_another_order_is_caught(monkeypatch: pytest.MonkeyP
 
 UNDIVIDED = tuple((family, 4) for family in (*LATENT, "minimax_m2"))  # these have six experts
 FAMILIES_BY_DEFAULT = tuple((family, 2) for family in ("gpt_oss", "deepseek_v3"))
-LONG_FAMILIES = (("gemma4_text", 2), ("glm4_moe", 2), ("llama4_text", 2), ("mistral4", 2), ("minimax_m2", 2))
+LONG_FAMILIES = (
+    ("gemma4_text", 2),
+    ("glm4_moe", 2),
+    ("llama4_text", 2),
+    ("mistral4", 2),
+    ("minimax_m2", 2),
+    ("muse_glimmer", 2),
+)
 
 
 def with_a_fourth_expert(folder: Path, out: Path) -> Path:

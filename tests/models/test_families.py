@@ -46,7 +46,7 @@ DENSE = (
     "granite",
     "muse_glimmer",
 )
-EXPERTS = ("qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "llama4_text", "minimax_m2")
+EXPERTS = ("qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "llama4_text", "minimax_m2", "laguna")
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4")
 HYBRID = ("lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 RECORDED = (*DENSE, *EXPERTS, *LATENT, *HYBRID)
@@ -542,6 +542,20 @@ WRONG: dict[str, dict[str, Callable[[Model], Model]]] = {
         "window one less": attention(window=lambda old: old - 1),
         "no window": attention(window=None),
     },
+    "laguna": {
+        "sigmoids of gates": attention(gate_function="sigmoid"),
+        "gates of other heads": weights(lambda qkv: jnp.concatenate([qkv[:-2], qkv[:-3:-1]]), "qkv"),
+        "no head norms": weights(jnp.ones_like, "q_norm", "k_norm"),
+        "every channel rotated": rope(fraction=1.0),
+        "ropes of the other layers": swapped_ropes,
+        "yarn left out": rope(kind="default"),
+        "window one less": attention(window=lambda old: old - 1),
+        "windows of the next layers": shifted_windows,
+        "softmax": router(scores="softmax"),
+        "no factor": router(factor=1.0),
+        "choice not corrected": weights(lambda _: None, "router_correction"),
+        "no shared expert": experts(shared=0),
+    },
     "granite": {
         "scale of head_dim": attention(scale=None),
         "residual factor left out": each_layer(lambda layer: replace(layer, residual_scale=1.0)),
@@ -693,6 +707,16 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     }),
     "minimax_m2 with every channel rotated": ("MiniMaxM2", {
         "head_dim": 32, "num_local_experts": 5, "num_experts_per_tok": 3, "rope_parameters": BASE,
+    }),
+    "laguna with gates of channels and biases": ("Laguna", {
+        "head_dim": 16, "gating": "per-element", "attention_bias": True, "num_experts": 6, "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40, "sliding_window": 9,
+        "layer_types": ALTERNATING, "num_attention_heads_per_layer": [4, 2, 6, 4],
+        "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"],
+    }),
+    "laguna without lists of layers": ("Laguna", {
+        "head_dim": 16, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 24,
     }),
     "granite untied with biases": ("Granite", {"attention_bias": True, "logits_scaling": 4.0}),
 }  # fmt: skip

@@ -25,7 +25,18 @@ pytestmark = pytest.mark.once
 DENSE = ("llama", "qwen2", "qwen3", "mistral", "phi3", "gemma2", "gemma3_text", "gemma4_text", "olmo3", "granite")
 HYBRID = ("lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 LATENT = ("glm4_moe_lite", "mistral4")
-FAMILIES = (*DENSE, "qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "llama4_text", *LATENT, "minimax_m2", *HYBRID)
+FAMILIES = (
+    *DENSE,
+    "qwen3_moe",
+    "mixtral",
+    "gpt_oss",
+    "glm4_moe",
+    "llama4_text",
+    *LATENT,
+    "minimax_m2",
+    "laguna",
+    *HYBRID,
+)
 STORED = ("gemma3_text", "gemma4_text", "phi3", "olmo3", "gpt_oss", "glm4_moe", "llama4_text", "mistral4", *HYBRID)
 FACTORS = {"short_factor": [1.0 + 0.1 * i for i in range(6)], "long_factor": [1.0 + i for i in range(6)]}
 YARN = {"rope_type": "yarn", "factor": 4.0}
@@ -210,6 +221,24 @@ BAD: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"rope_parameters": None, "rotary_dim": 15}, "partial_rotary_factor: expected to rotate an even number"),
         ({"shared_intermediate_size": 16}, "shared_intermediate_size: expected 0, got 16"),
     ],
+    "muse_glimmer": [
+        ({"layer_rope_theta": [5e5, 5e5, 1e4, 0]}, "layer_rope_theta: expected 4 numbers, .* rope_theta 500000 or 0"),
+        ({"layer_rope_theta": [5e5, 0]}, "layer_rope_theta: expected 4 numbers, one for each layer, .* got"),
+        ({"output_multiplier": 0}, "output_multiplier: expected a finite number above 0, got 0"),
+        ({"post_norm_eps": "small"}, "post_norm_eps: expected a number, got 'small'"),
+        ({"attention_bias": True}, "attention_bias: expected False, got True"),
+        ({"layer_types": ["chunked_attention"] * 4}, "layer_types: expected .*sliding_attention.*, got"),
+    ],
+    "laguna": [
+        ({"gating": False}, "gating: expected True or 'per-head' or 'per-element', got False"),
+        ({"num_attention_heads_per_layer": [4, 6]}, "num_attention_heads_per_layer: expected 4 integers .*, got"),
+        ({"num_attention_heads_per_layer": [4, 5, 6, 4]}, "num_key_value_heads: expected a divisor .* 5, got 2"),
+        ({"moe_router_logit_softcapping": 3.0}, "moe_router_logit_softcapping: expected 0.0, got 3.0"),
+        ({"moe_apply_router_weight_on_input": True}, "moe_apply_router_weight_on_input: expected False, got True"),
+        ({"rope_parameters": {"rope_type": "default"}}, "rope_parameters: expected an object for each layer type, got"),
+        ({"rope_theta": 1e4}, "rope_theta: expected None, got 10000"),
+        ({"mlp_layer_types": ["dense"] * 3}, "mlp_layer_types: expected 4 types"),
+    ],
     "llama4_text": [
         ({"attention_chunk_size": 0}, "attention_chunk_size: expected an integer from 1 .*, got 0"),
         ({"attention_chunk_size": None}, "attention_chunk_size: expected an integer"),
@@ -270,6 +299,7 @@ def test_config_with_an_unsupported_value_is_refused_by_name(
     family: str, keys: dict[str, Any], words: str, golden: Path
 ) -> None:
     fields = json.loads((golden / "families" / family / "config.json").read_text())
+    fields = fields.get("text_config", fields)
     families.read_config(fields)
     with pytest.raises((CheckpointError, NotImplementedError), match=words):
         families.read_config({**fields, **keys})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from typing import Any, ClassVar
 
 from convert.fields import Fields
@@ -44,9 +43,8 @@ class MuseGlimmer(Llama):
         return {"scale": scale, "qk_norm": "unit", "output_gate": True, "gates_apart": True}
 
     def mixers(self, fields: Fields, heads: GQA, ropes: Sequence[Rope], types: Sequence[str]) -> Sequence[Mixer]:
-        made = super().mixers(fields, heads, ropes, types)
-        pairs = zip(made, self._rotates(fields), strict=True)
-        return [mixer if rotates else replace(mixer, rope=Rope(kind="none")) for mixer, rotates in pairs]
+        pairs = zip(ropes, self._rotates(fields), strict=True)
+        return super().mixers(fields, heads, [rope if rotates else Rope(kind="none") for rope, rotates in pairs], types)
 
     def _rotates(self, fields: Fields) -> list[bool]:
         """Read whether each layer has the rotary embedding; of its bases, 0 stands for none."""
