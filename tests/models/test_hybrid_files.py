@@ -118,7 +118,15 @@ def test_keys_that_a_config_leaves_out_have_the_values_of_transformers(family: s
 
 # ---- quantised weights
 
-WIDE = ("in_proj_a.", "in_proj_b.", "in_proj_ba.", "mlp.gate.", "shared_expert_gate", "feed_forward.gate.")
+WIDE = (
+    "in_proj_a.",
+    "in_proj_b.",
+    "in_proj_ba.",
+    "mlp.gate.",
+    "shared_expert_gate",
+    "feed_forward.gate.",
+    "block_sparse_moe.gate.",
+)
 FLOAT8 = [
     ("qwen3_5_text", "fp8 by block", ()),
     ("qwen3_5_text", "compressed-tensors by row", ()),
@@ -129,12 +137,17 @@ FLOAT8 = [
     ("lfm2", "fp8 by tensor", ()),
     ("gemma4_text", "compressed-tensors by row", ()),  # rows of keys are those of values, and are reordered
     ("glm4_moe", "compressed-tensors by row", ("layers.2.",)),  # a shared expert without a gate
+    ("glm4_moe_lite", "fp8 by block", ()),
+    ("minimax_m2", "fp8 by block", ()),
+    ("laguna", "fp8 by block", ()),
 ]
 INT4 = [
     ("qwen3_5_text", "awq", ()),
     ("qwen3_5_moe_text", "gptq", ()),
     ("qwen3_next", "compressed-tensors with zero points", ()),
     ("lfm2_moe", "awq", ()),
+    ("glm4_moe_lite", "awq", ()),
+    ("laguna", "compressed-tensors", ()),
 ]
 GATES = [("qwen3_5_text", "fp8 by block"), ("qwen3_next", "fp8 by tensor"), ("qwen3_5_text", "compressed-tensors")]
 

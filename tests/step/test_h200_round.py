@@ -351,12 +351,12 @@ FLASH: dict[str, Any] = dict(
     model_type="glm4_moe_lite", hidden_size=2048, intermediate_size=10240, num_hidden_layers=8, num_attention_heads=20
 )
 SMALL: dict[str, Any] = dict(
-    model_type="mistral4", hidden_size=4096, intermediate_size=12288, num_hidden_layers=4, num_attention_heads=32
+    model_type="mistral4", hidden_size=4096, intermediate_size=12288, num_hidden_layers=8, num_attention_heads=32
 )
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("fields", "launches"), [(FLASH, 280), (SMALL, 160)], ids=["glm-4.7-flash", "mistral-small-4"])
+@pytest.mark.parametrize(("fields", "launches"), [(FLASH, 310), (SMALL, 310)], ids=["glm-4.7-flash", "mistral-small-4"])
 @pytest.mark.parametrize("tree", [Tree.chain(4), Tree.topk(32, 6, 6)], ids=str)
 def test_h200_round_of_latent_attention_of_other_sizes_is_one_cuda_graph_that_copies_no_pool(
     fields: dict[str, Any], launches: int, tree: Tree, monkeypatch: pytest.MonkeyPatch
@@ -378,12 +378,24 @@ TWO_SIZES: dict[str, Any] = dict(
     hidden_size_per_layer_input=0, sliding_window=1024,
 )  # pools of two shapes  # fmt: skip
 
+GATES: dict[str, Any] = dict(
+    model_type="muse_glimmer_text", hidden_size=6656, intermediate_size=19968, num_hidden_layers=8,
+    num_attention_heads=32,
+)  # gates of channels, and a normed embedding  # fmt: skip
+HEAD_GATES: dict[str, Any] = dict(
+    model_type="laguna", hidden_size=2048, intermediate_size=8192, num_hidden_layers=8, num_attention_heads=48,
+    num_attention_heads_per_layer=[48, 64, 64, 64] * 2,
+    layer_types=["full_attention", *["sliding_attention"] * 3] * 2,
+)  # fmt: skip
+
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("fields", "launches", "moves"), [(CHUNKS, 300, 1), (TWO_SIZES, 270, 3)], ids=["chunks", "two"]
+    ("fields", "launches", "moves"),
+    [(CHUNKS, 300, 1), (TWO_SIZES, 270, 3), (GATES, 300, 1), (HEAD_GATES, 300, 1)],
+    ids=["chunks", "two", "gates", "head gates"],
 )
-def test_h200_round_of_a_tree_with_chunks_or_pools_of_two_shapes_is_one_cuda_graph_that_copies_no_pool(
+def test_h200_round_of_a_tree_with_chunks_gates_or_pools_of_two_shapes_is_one_cuda_graph_that_copies_no_pool(
     fields: dict[str, Any], launches: int, moves: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = fields["model_type"]
