@@ -14,6 +14,7 @@ from jspec.core.config import EngineConfig
 from jspec.core.prefill_input import PrefillInput
 from jspec.draft.dflash_head import DFlashHead
 from jspec.models.families import read_config
+from jspec.models.mlps.mlp_config import Experts
 from jspec.models.weights.quantize import quantize_weights
 from jspec.step.decode import spec_step
 from jspec.step.memory import DeviceMemory, MemoryPlanner
@@ -367,6 +368,7 @@ def test_h200_round_of_latent_attention_of_other_sizes_is_one_cuda_graph_that_co
     monkeypatch.setitem(shapes.DRAFT_VOCAB, name, 32000)
     program = check(*compile_round(tree, shape=name), launches=launches, temp_mib=180)
     assert [program.count(kernel) for kernel in ("append_latent", "head_products")] == [layers] * 2
+    assert program.count("expert_matmul") == 2 * sum(isinstance(mlp, Experts) for mlp in config.mlps)
 
 
 CHUNKS: dict[str, Any] = dict(
