@@ -42,7 +42,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "pages of 1": dict(page_size=1),
     "deterministic": dict(page_size=16, deterministic=True),
 }
-ALWAYS = (("deepseek_v3", "deterministic"), ("mistral4", "pages of 1"), ("laguna", "pages of 16"))
+ALWAYS = (("deepseek_v3", "deterministic"), ("laguna", "pages of 16"))
 LONG = (
     ("llama4_text", "pages of 1"),  # two tests below decode with it by default
     ("gemma2", "pages of 1"),  # decodes with a drafter by default
@@ -52,6 +52,7 @@ LONG = (
     ("gpt_oss", "pages of 1"),  # these two decode on two devices by default
     ("deepseek_v3", "pages of 16"),
     ("mistral4", "deterministic"),
+    ("mistral4", "pages of 1"),
     ("glm4_moe_lite", "pages of 16"),
     ("minimax_m2", "pages of 16"),
     ("laguna", "deterministic"),

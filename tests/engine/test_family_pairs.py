@@ -23,10 +23,10 @@ OPTIONS: dict[str, Any] = dict(slots=3, max_len=240, buckets=(3,), prefill_bucke
 GREEDY = SamplingParams(max_tokens=64, temperature=0)
 CASES = [
     ("mistral4", TREE, {}),
-    ("laguna", CHAIN, {}),
     *(
         pytest.param(family, drafter, options, marks=pytest.mark.long)
         for family, drafter, options in [
+            ("laguna", CHAIN, {}),
             ("glm4_moe_lite", TREE, {}),
             ("glm4_moe_lite", CHAIN, dict(deterministic=True)),
             ("mistral4", CHAIN, dict(tensor_parallel=2)),
@@ -77,7 +77,8 @@ def test_engine_with_a_head_emits_the_recorded_tokens_after_new_weights_by_name(
         assert tokens_of(engine, prompts) == expected
 
 
-@pytest.mark.parametrize("family", ["mistral4", pytest.param("glm4_moe_lite", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["mistral4", "glm4_moe_lite"])
 def test_latent_cache_in_float8_has_a_quarter_of_the_bytes_and_drafts_its_own_tokens(family: str, golden: Path) -> None:
     _, target, prompts, expected = recorded(golden, family)
     options: dict[str, Any] = dict(OPTIONS, pages=40, prefix_cache=False, controls=False)

@@ -92,6 +92,7 @@ def test_float8_folder_with_a_scale_for_each_expert_has_the_logits_of_its_widene
         Model.from_pretrained(folders.write(tmp_path / "missing", nested, named))
 
 
+@pytest.mark.long
 def test_engine_of_a_float8_folder_on_two_devices_drafts_the_tokens_of_one_without_a_drafter(tmp_path: Path) -> None:
     """The cache is float8, too; the converted folder emits the same tokens."""
     config, tensors = recorded(FAMILY)
