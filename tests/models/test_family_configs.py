@@ -236,7 +236,7 @@ BAD: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"moe_router_logit_softcapping": 3.0}, "moe_router_logit_softcapping: expected 0.0, got 3.0"),
         ({"moe_apply_router_weight_on_input": True}, "moe_apply_router_weight_on_input: expected False, got True"),
         ({"rope_parameters": {"rope_type": "default"}}, "rope_parameters: expected an object for each layer type, got"),
-        ({"rope_theta": 1e4}, "rope_theta: expected None, got 10000"),
+        ({"rope_scaling": YARN}, "rope_scaling: expected None, got .*yarn"),
         ({"mlp_layer_types": ["dense"] * 3}, "mlp_layer_types: expected 4 types"),
     ],
     "llama4_text": [
@@ -319,6 +319,28 @@ def test_folder_with_a_missing_or_an_unknown_tensor_is_refused_by_name(
     save_file(tensors | {"model.layers.0.extra.weight": np.zeros(3, np.float32)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"unknown: model\.layers\.0\.extra\.weight"):
         Model.from_pretrained(tmp_path, dtype="float32")
+
+
+# Keys of published files, most of them beside those of transformers, that change nothing.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "glm4_moe_lite": {
+        "first_k_dense_replace": 1, "topk_method": "noaux_tc", "partial_rotary_factor": 1.0, "rope_scaling": None,
+        "rope_theta": 1e6, "num_nextn_predict_layers": 1, "mlp_layer_types": None,
+    },
+    "minimax_m2": {
+        "attn_type_list": [1, 1, 1], "qk_norm_type": "per_layer", "use_qk_norm": True, "use_routing_bias": True,
+        "scoring_func": "sigmoid", "shared_intermediate_size": 0, "rotary_dim": 8, "rope_parameters": None,
+        "rope_theta": 5e6,
+    },
+    "mistral4": {"sliding_window": None, "moe_layer_freq": 1, "scoring_func": None},
+    "laguna": {"gating": True, "partial_rotary_factor": 0.5, "rope_theta": 5e5, "mlp_layer_types": None},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_config_with_the_keys_of_published_files_is_the_recorded_one(family: str, golden: Path) -> None:
+    fields = json.loads((golden / "families" / family / "config.json").read_text())
+    assert families.read_config({**fields, **PUBLISHED[family]}) == families.read_config(fields)
 
 
 @pytest.mark.parametrize("name", STORED)

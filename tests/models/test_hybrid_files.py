@@ -31,9 +31,13 @@ Tensors = dict[str, np.ndarray]
 
 
 def recorded(family: str) -> tuple[dict[str, Any], Tensors]:
-    """Return config and tensors of a recorded model."""
+    """Return config and tensors of a recorded model, of a language model alone."""
     folder = FOLDERS / family
-    return json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    if "text_config" not in config:
+        return config, tensors
+    bare = {name.replace("language_model.", "", 1): v for name, v in tensors.items() if "model.vision" not in name}
+    return config["text_config"], bare
 
 
 def logit_error(model: Model, family: str) -> float:
@@ -139,6 +143,7 @@ FLOAT8 = [
     ("glm4_moe", "compressed-tensors by row", ("layers.2.",)),  # a shared expert without a gate
     ("glm4_moe_lite", "fp8 by block", ()),
     ("minimax_m2", "fp8 by block", ()),
+    ("muse_glimmer", "fp8 by block", ()),
     ("laguna", "fp8 by block", ()),
 ]
 INT4 = [
@@ -147,6 +152,7 @@ INT4 = [
     ("qwen3_next", "compressed-tensors with zero points", ()),
     ("lfm2_moe", "awq", ()),
     ("glm4_moe_lite", "awq", ()),
+    ("muse_glimmer", "gptq", ()),
     ("laguna", "compressed-tensors", ()),
 ]
 GATES = [("qwen3_5_text", "fp8 by block"), ("qwen3_next", "fp8 by tensor"), ("qwen3_5_text", "compressed-tensors")]

@@ -34,7 +34,7 @@ class Laguna(Llama):
         "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "moe_routed_scaling_factor": 1.0,
     }  # fmt: skip
     fixed: ClassVar = {
-        "mlp_bias": False, "rope_theta": None, "rope_scaling": None, "moe_apply_router_weight_on_input": False,
+        "mlp_bias": False, "rope_scaling": None, "moe_apply_router_weight_on_input": False,
         "moe_router_logit_softcapping": 0.0,
     }  # fmt: skip
     names: ClassVar = {
@@ -51,7 +51,8 @@ class Laguna(Llama):
         by_type = fields.object("rope_parameters") or ROPES
         if not all(isinstance(value, Mapping) for value in by_type.values()):
             raise fields.error("rope_parameters", "an object for each layer type")
-        return super().ropes(Fields({**fields, "rope_parameters": by_type}, fields.place), theta)
+        others = {name: fields[name] for name in fields if name != "partial_rotary_factor"}  # each type has its own
+        return super().ropes(Fields({**others, "rope_parameters": by_type}, fields.place), theta)
 
     def attention(self, fields: Fields) -> dict[str, Any]:
         if (gating := fields["gating"]) not in GATINGS:
