@@ -76,7 +76,9 @@ def mlp_part(
         The residual stream after the layer, then its normed value for each norm. If there are no norms, the residual
         stream twice.
     """
-    add_norm = partial(add_rms_norm, eps=eps, factor=config.residual_scale, **numerics.options)
+    add_norm = partial(
+        add_rms_norm, eps=eps, post_eps=config.post_norm_eps, factor=config.residual_scale, **numerics.options
+    )
     delta = product(numerics)(attended, layer.o)
     own_norms = [] if layer.mlp_norm is None else [layer.mlp_norm]
     is_dense = isinstance(config.mlp, Dense)  # the router of experts reads inputs that are not rounded

@@ -92,9 +92,11 @@ class Model:
     def output_head(self) -> Weight:
         return self.embed if self.head is None else self.head
 
-    def embedded(self, tokens: Int[Array, "*rows"]) -> Float[Array, "*rows hidden"]:
-        """Return the embedding of tokens, multiplied by the config's factor."""
+    def embedded(self, tokens: Int[Array, "*rows"], numerics: Numerics = AUTO) -> Float[Array, "*rows hidden"]:
+        """Return the embedding of tokens, normed or multiplied by a factor as the config says."""
         x, scale = look_up(self.embed, tokens), self.config.embed_scale
+        if self.config.norms_embedding:
+            x = norm_rows(x, jnp.ones(x.shape[-1], jnp.float32), self.config.norm_eps, numerics)
         return x if scale == 1.0 else x * jnp.asarray(scale, x.dtype)
 
     def logits_of(self, x: Float[Array, "*rows hidden"], numerics: Numerics = AUTO) -> Float[Array, "*rows vocab"]:
@@ -161,7 +163,7 @@ def forward(
         if isinstance(mlp, Dense) and gate_up is not None:
             batch = batch.pad(kernel_padding(sequences, tokens, gate_up, model.embed.dtype, mlp.activation))
     eps, used = model.config.norm_eps, batch.pack(batch.is_used)
-    x = normed = model.embedded(batch.pack(batch.tokens))
+    x = normed = model.embedded(batch.pack(batch.tokens), batch.numerics)
     first_norm = model.layers[0].attn_norm
     if first_norm is not None:
         normed = norm_rows(x, first_norm, eps, batch.numerics)

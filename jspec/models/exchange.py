@@ -23,7 +23,7 @@ from convert.sources import Shape, Source, Tensor
 from jspec.models import families
 from jspec.models.config.decoder_config import ModelConfig
 from jspec.models.decoder import Layer, Model
-from jspec.models.load import text_names
+from jspec.models.load import IMAGES, text_names
 from jspec.models.mlps.mlp_config import Experts
 from jspec.models.mlps.shared_expert import is_joined, join_layers
 
@@ -67,7 +67,7 @@ def from_names(arrays: Mapping[str, Any], config: ModelConfig, dtype: str, form:
 
     Args:
         arrays: arrays of jax or numpy in any floating-point dtype, with or without the prefix of a text model in a
-            checkpoint with an image encoder. Those of layers that predict further tokens are left out.
+            checkpoint with an image encoder. Those for images, and of layers that predict further tokens, are left out.
         config: config of the model.
         dtype: dtype of the parameters.
         form: function of a stored name and an array that brings the array into the layout of a checkpoint.
@@ -79,7 +79,7 @@ def from_names(arrays: Mapping[str, Any], config: ModelConfig, dtype: str, form:
         ValueError: names, shapes or dtypes are not those of the config.
     """
     rows, fill = _reader(config, dtype, tuple(sorted(arrays)), form)
-    arrays = {name: array for name, array in arrays.items() if not _is_later(name, config)}
+    arrays = {name: array for name, array in arrays.items() if not _is_left_out(name, config)}
     huggingface.check(rows, Arrays(jax.eval_shape(partial(_formed, form), arrays)).tensors)
     return Model.from_weights(config, orbax.unflatten(fill(arrays), {}))
 
@@ -89,7 +89,7 @@ def _reader(
     config: ModelConfig, dtype: str, stored: tuple[str, ...], form: Form
 ) -> tuple[Sequence[MapRow], Callable[..., Any]]:
     """Return the weight map of stored names, and a program that fills it, compiled once for arrays of equal shapes."""
-    names = {name: each for name, each in text_names(stored).items() if not _is_later(each, config)}
+    names = {name: each for name, each in text_names(stored).items() if not _is_left_out(each, config)}
     rows = renamed(families.family_of(config.family).weights(config, names), names)
     return rows, jax.jit(partial(_filled, rows, dtype, form))
 
@@ -104,11 +104,15 @@ def joined_like(model: Model, other: Model) -> Model:
     return model.replace(layers=[Layer(**layer) for layer in layers])  # type: ignore[attr-defined]
 
 
-def _is_later(name: str, config: ModelConfig) -> bool:
-    """Return whether a stored tensor is of a layer after the model's last one, which predicts further tokens."""
+def _is_left_out(name: str, config: ModelConfig) -> bool:
+    """Return whether a stored tensor is for images, or of a layer after the last one, which predicts further tokens."""
     (bare,) = text_names([name])
     layer = re.match(r"model\.layers\.(\d+)\.", bare)
-    return bool(LATER_TENSORS.fullmatch(bare)) or (layer is not None and int(layer[1]) >= config.num_layers)
+    return (
+        name.startswith(IMAGES)
+        or bool(LATER_TENSORS.fullmatch(bare))
+        or (layer is not None and int(layer[1]) >= config.num_layers)
+    )
 
 
 def _formed(form: Form, arrays: Mapping[str, Any]) -> dict[str, Any]:

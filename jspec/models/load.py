@@ -47,7 +47,15 @@ PREFIXES = {
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
 }
-PARTS = ("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "embed_vision.")
+PARTS = (
+    "vision_tower.",
+    "vision_model.",
+    "visual.",
+    "multi_modal_projector.",
+    "embed_vision.",
+    "vision_adapter.",
+    "vision_projection.",
+)
 IMAGES = (*PARTS, *(f"model.{part}" for part in PARTS))
 
 

@@ -70,6 +70,7 @@ def _factors(config: DecoderConfig) -> list[str]:
     factors = [f"residual {scale:g}" for scale in scales if scale != 1]
     factors += ["a weight of each layer's output"] if any(layer.has_scale for layer in config.layers) else []
     if isinstance(config, ModelConfig):
+        factors += ["embedding normed"] if config.norms_embedding else []
         factors += [f"embedding {config.embed_scale:g}"] if config.embed_scale != 1 else []
         factors += [f"logits 1 / {config.logit_divisor:g}"] if config.logit_divisor != 1 else []
         factors += [f"logits limited to {config.logit_softcap:g}"] if config.logit_softcap is not None else []

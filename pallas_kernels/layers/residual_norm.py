@@ -4,10 +4,10 @@
 
 delta is given as partial sums, with a bias if it has one. It and `sum` are rounded to the model's dtype. The mean is
 computed in float32. The quotient is rounded before it is multiplied by the weight, unless the weight is float32: then
-the product is rounded instead. Before delta is added, it may be normed with a weight of its own (`post_norm`) and
-multiplied by a constant (`factor`). The rounded sum may be multiplied by a weight of one number (`scale`). The result
-may be quantised to float8 for the next matrix product, as `quantize_rows` does. XLA compiles the norm alone to two
-kernels; for a few rows, their time is nothing but launch overhead.
+the product is rounded instead. Before delta is added, it may be normed with a weight and an epsilon of its own
+(`post_norm`, `post_eps`) and multiplied by a constant (`factor`). The rounded sum may be multiplied by a weight of one
+number (`scale`). The result may be quantised to float8 for the next matrix product, as `quantize_rows` does. XLA
+compiles the norm alone to two kernels; for a few rows, their time is nothing but launch overhead.
 """
 
 import functools
@@ -75,11 +75,11 @@ def _sum(
     return x + delta if scale is None else (x + delta) * scale
 
 
-def _reference(x, delta, bias, post_norm, scale, *weights, eps, factor, quantize_output):
+def _reference(x, delta, bias, post_norm, scale, *weights, eps, post_eps, factor, quantize_output):
     several = len(delta) > 1
     step = sum_f32(part for parts in delta for part in parts) if several else reduce_partials(delta[0], jnp.float32)
     step = (step if bias is None else step + bias).astype(x.dtype)
-    total = _sum(x, step, post_norm, scale, eps=eps, factor=factor, size=x.shape[-1])
+    total = _sum(x, step, post_norm, scale, eps=post_eps, factor=factor, size=x.shape[-1])
     (quotient,) = quotients([total], eps, x.shape[-1])
     normed = [weighted(quotient, weight, x.dtype) for weight in weights]
     return total, *(array for rows in normed for array in (scaled_rows(rows, FP8) if quantize_output else (rows,)))
@@ -109,6 +109,7 @@ def _kernel(
     *norm_refs,  # for each norm of the sum the result [T, hidden] and, if quantised, its scale [T] float32
     # static parameters
     eps,
+    post_eps,
     factor,
     hidden,
     quantize_output,
@@ -127,7 +128,7 @@ def _kernel(
         delta = delta + load(bias_ref.at[column]).astype(jnp.float32)
     post_norm = None if post_ref is None else load(post_ref.at[column])
     scale = None if factor_ref is None else factor_ref[0]
-    total = _sum(total, delta.astype(total.dtype), post_norm, scale, eps=eps, factor=factor, size=hidden)
+    total = _sum(total, delta.astype(total.dtype), post_norm, scale, eps=post_eps, factor=factor, size=hidden)
     weights = [load(ref.at[column]) for ref in weight_refs]
     pltriton.store(total_ref.at[row, column], total, mask=inside)
     # Normalise, and quantise.
@@ -146,7 +147,7 @@ def warps_for(columns: int, parts: Array) -> int:
     return min(max(pl.next_power_of_2(columns) // warp_columns, 1), 32)
 
 
-def _pallas(x, delta, bias, post_norm, scale, *weights, eps, factor, quantize_output, interpret):
+def _pallas(x, delta, bias, post_norm, scale, *weights, quantize_output, interpret, **numbers):
     hidden, (first, scales) = x.shape[-1], split_scales(delta[0])
     rows, scales = x.reshape(-1, hidden), tuple(scale.ravel() for scale in scales)
     delta = [parts.reshape(-1, *rows.shape) for parts in (first, *delta[1:])]
@@ -154,7 +155,7 @@ def _pallas(x, delta, bias, post_norm, scale, *weights, eps, factor, quantize_ou
     per_norm = [jax.ShapeDtypeStruct(rows.shape, FP8), row_scale] if quantize_output else [same]
     warps = max(warps_for(hidden, parts) for parts in delta)
     outputs = pl.pallas_call(
-        functools.partial(_kernel, hidden=hidden, quantize_output=quantize_output, eps=eps, factor=factor),
+        functools.partial(_kernel, hidden=hidden, quantize_output=quantize_output, **numbers),
         grid=(rows.shape[0],),
         out_shape=[same, *per_norm * len(weights)],
         compiler_params=pltriton.CompilerParams(num_warps=warps, num_stages=1),
@@ -164,7 +165,9 @@ def _pallas(x, delta, bias, post_norm, scale, *weights, eps, factor, quantize_ou
     return tuple(array.reshape(*x.shape[:-1], *array.shape[1:]) for array in outputs)
 
 
-@functools.partial(jax.jit, static_argnames=("eps", "factor", "quantize_output", "deterministic", "implementation"))
+@functools.partial(
+    jax.jit, static_argnames=("eps", "post_eps", "factor", "quantize_output", "deterministic", "implementation")
+)
 def add_rms_norm(
     x: Float[Array, "*rows hidden"],
     delta: PartialSums | tuple[Array, ...],
@@ -172,6 +175,7 @@ def add_rms_norm(
     eps: float,
     bias: Float[Array, " hidden"] | None = None,
     post_norm: Float[Array, " hidden"] | None = None,
+    post_eps: float | None = None,
     scale: Float[Array, " one"] | None = None,
     factor: float = 1.0,
     quantize_output: bool = False,
@@ -190,6 +194,7 @@ def add_rms_norm(
         eps: number that is added to the mean square.
         bias: bias of delta; None: none.
         post_norm: weight of a norm of delta before it is added [hidden]; None: delta is not normed.
+        post_eps: ``eps`` of this norm; None: the same.
         scale: factor of the sum, a weight of one number in x's dtype [1]; None: 1.
         factor: factor of delta, after its norm.
         quantize_output: return the norms as `QuantizedActivation`.
@@ -201,8 +206,9 @@ def add_rms_norm(
         NotImplementedError: implementation is "pallas", and rows are wider than the kernel supports.
     """
     unsupported = None if x.shape[-1] <= WIDEST else f"rows of at most {WIDEST} columns, got {x.shape[-1]}"
+    options = {"eps": eps, "post_eps": eps if post_eps is None else post_eps, "factor": factor}
     kernel, reference = (
-        functools.partial(run, eps=eps, factor=factor, quantize_output=quantize_output)
+        functools.partial(run, quantize_output=quantize_output, **options)
         for run in (_pallas, _reference_by_row if deterministic else _reference)
     )
     arrays = x, delta if isinstance(delta, tuple) else (delta,), bias, post_norm, scale

@@ -141,16 +141,18 @@ def bound(folder: Path, **options: Any) -> EagleHead:
     return MTP.from_pretrained(folder, dtype="float32", **options).bind(tiny.load_target(folder))
 
 
-def errors(head: EagleHead, config: Mapping[str, Any], tensors: Tensors) -> tuple[float, float]:
-    """Return the largest difference from the reference's logits, and that of the layer used again, twice."""
+def errors(
+    head: EagleHead, config: Mapping[str, Any], tensors: Tensors, compute: Any = reference
+) -> tuple[float, float]:
+    """Return the largest difference from a reference's logits, and that of the layer used again, twice."""
     rng = np.random.default_rng(3)
     tokens, features = rng.integers(0, 128, 20).tolist(), rng.standard_normal((20, config["hidden_size"]))
-    wanted, out = reference(config, tensors, tokens, features)
+    wanted, out = compute(config, tensors, tokens, features)
     path = rng.integers(0, 128, 2).tolist()
     texts, states, again = list(tokens), features, []
     for token in path:
         texts, states = [*texts, token], np.concatenate([states, out[-1:]])
-        logits, out = reference(config, tensors, texts, states)
+        logits, out = compute(config, tensors, texts, states)
         again.append(logits[-1])
     first = np.abs(run_layer(head, tokens, features)[0] - wanted).max()
     return float(first), float(np.abs(drafted(head, tokens, features, path)[1:] - np.stack(again)).max())

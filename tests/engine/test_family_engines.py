@@ -19,18 +19,30 @@ from tests.support.recordings import recording
 
 pytestmark = pytest.mark.once
 
-DENSE = ("qwen2", "qwen3", "mistral", "phi3", "gemma2", "gemma3_text", "gemma4_text", "olmo3", "granite")
-EXPERTS = ("qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "llama4_text", "deepseek_v2", "deepseek_v3")
+DENSE = (
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "phi3",
+    "gemma2",
+    "gemma3_text",
+    "gemma4_text",
+    "olmo3",
+    "granite",
+    "muse_glimmer",
+)
+EXPERTS = ("qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "llama4_text", "minimax_m2", "laguna")
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4")
 HYBRID = ("lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
-FAMILIES = (*DENSE, *EXPERTS, *HYBRID)
+FAMILIES = (*DENSE, *EXPERTS, *LATENT, *HYBRID)
 # Families whose norms have weights in float32.
-IN_FLOAT32 = ("gemma3_text", "gemma4_text", "gpt_oss", "qwen3_5_text", "qwen3_next")
+IN_FLOAT32 = ("gemma3_text", "gemma4_text", "muse_glimmer", "gpt_oss", "qwen3_5_text", "qwen3_next")
 OPTIONS: dict[str, dict[str, Any]] = {
     "pages of 16": dict(page_size=16),
     "pages of 1": dict(page_size=1),
     "deterministic": dict(page_size=16, deterministic=True),
 }
-ALWAYS = (("deepseek_v3", "deterministic"),)
+ALWAYS = (("deepseek_v3", "deterministic"), ("laguna", "pages of 16"))
 LONG = (
     ("llama4_text", "pages of 1"),  # two tests below decode with it by default
     ("gemma2", "pages of 1"),  # decodes with a drafter by default
@@ -39,6 +51,13 @@ LONG = (
     ("gemma4_text", "pages of 16"),  # decodes with a drafter by default
     ("gpt_oss", "pages of 1"),  # these two decode on two devices by default
     ("deepseek_v3", "pages of 16"),
+    ("mistral4", "deterministic"),
+    ("mistral4", "pages of 1"),
+    ("glm4_moe_lite", "pages of 16"),
+    ("minimax_m2", "pages of 16"),
+    ("laguna", "deterministic"),
+    ("muse_glimmer", "pages of 1"),
+    ("muse_glimmer", "deterministic"),
     ("deepseek_v2", "pages of 1"),  # decodes with a drafter by default
     *itertools.product(("lfm2_moe", "qwen3_next"), OPTIONS),  # what they compute, lfm2 and qwen3_5_moe_text do too
 )
@@ -81,8 +100,11 @@ def test_latent_cache_has_one_vector_and_one_key_a_token_and_may_be_float8(golde
 @pytest.mark.parametrize(
     "family",
     [
-        *("gemma4_text", "phi3", "gpt_oss", "deepseek_v2", "lfm2", "qwen3_next"),
-        *(pytest.param(family, marks=pytest.mark.long) for family in ("gemma3_text", "llama4_text", "qwen3_5_text")),
+        *("gemma4_text", "phi3", "gpt_oss", "deepseek_v2", "mistral4", "laguna", "lfm2", "qwen3_next"),
+        *(
+            pytest.param(family, marks=pytest.mark.long)
+            for family in ("gemma3_text", "llama4_text", "qwen3_5_text", "muse_glimmer")
+        ),
     ],
 )
 def test_converted_folder_of_a_family_gives_the_same_logits(family: str, golden: Path, tmp_path: Path) -> None:
@@ -151,7 +173,7 @@ def test_engine_gives_back_pages_before_the_chunks_of_all_layers(golden: Path) -
     "family",
     [
         "llama4_text",
-        *(pytest.param(family, marks=pytest.mark.long) for family in ("deepseek_v3", "glm4_moe", "deepseek_v2")),
+        *(pytest.param(family, marks=pytest.mark.long) for family in ("deepseek_v3", "glm4_moe", "mistral4")),
     ],
 )
 def test_engine_that_joins_shared_experts_to_experts_emits_the_greedy_tokens_of_transformers(
@@ -161,7 +183,7 @@ def test_engine_that_joins_shared_experts_to_experts_emits_the_greedy_tokens_of_
     folder = golden / "families" / family
     data = recording(folder / "expect.npz")
     prompts, wanted = ([data[f"{kind}{i}"].tolist() for i in range(3)] for kind in ("prompt", "greedy"))
-    with Engine.from_pretrained(folder, slots=3, max_len=160, buckets=(3,), dtype="float32", eos_ids=()) as engine:
+    with Engine.from_pretrained(folder, slots=3, max_len=176, buckets=(3,), dtype="float32", eos_ids=()) as engine:
         layers = engine.core.runner.params.target.layers
         assert any(one.down is None and one.experts_down is not None for one in layers)
         done = engine.generate(prompts, SamplingParams(max_tokens=64, temperature=0))

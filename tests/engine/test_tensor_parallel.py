@@ -65,8 +65,21 @@ PLAIN = 0, 1, 5  # requests of `PARAMS` for which no logits are gathered, neithe
 WIDTHS = {32, 62}  # of gathered draft logits and logits on two devices
 OPTIONS: dict[str, Any] = dict(slots=6, max_len=64, buckets=(6,), prefill_buckets=(96,))
 LLAMA_OPTIONS: dict[str, Any] = {**OPTIONS, "controls": False}  # fewer traits, which compile sooner
-DENSE = ("gemma2", "gemma3_text", "gemma4_text", "granite", "llama", "mistral", "olmo3", "phi3", "qwen2", "qwen3")
-FAMILIES = (*DENSE, "qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "llama4_text", "deepseek_v2", "deepseek_v3")
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4")
+DENSE = (
+    "gemma2",
+    "gemma3_text",
+    "gemma4_text",
+    "granite",
+    "llama",
+    "mistral",
+    "muse_glimmer",
+    "olmo3",
+    "phi3",
+    "qwen2",
+    "qwen3",
+)
+FAMILIES = (*DENSE, "qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "llama4_text", "minimax_m2", "laguna", *LATENT)
 
 
 @cache
@@ -257,23 +270,38 @@ def test_device_that_sums_in_another_order_is_caught(monkeypatch: pytest.MonkeyP
         jax.clear_caches()
 
 
-UNDIVIDED = (("deepseek_v2", 4), ("deepseek_v3", 4))  # these have six experts
+UNDIVIDED = tuple((family, 4) for family in (*LATENT, "minimax_m2", "laguna"))  # these have six experts
 FAMILIES_BY_DEFAULT = tuple((family, 2) for family in ("gpt_oss", "deepseek_v3"))
-LONG_FAMILIES = (("gemma4_text", 2), ("glm4_moe", 2), ("llama4_text", 2), ("deepseek_v2", 2))
+LONG_FAMILIES = (
+    ("gemma4_text", 2),
+    ("glm4_moe", 2),
+    ("llama4_text", 2),
+    ("mistral4", 2),
+    ("minimax_m2", 2),
+    ("muse_glimmer", 2),
+    ("laguna", 2),
+)
 
 
-def with_a_fourth_expert(folder: Path, out: Path) -> Path:
-    """Write a copy of a target of three experts with another one, which the router scores as the third and never takes.
+def with_another_expert(folder: Path, out: Path) -> Path:
+    """Write a copy of a target with another expert, which the router scores as the last one and never takes.
 
-    Of equal scores the first is taken.
+    Of equal scores the first is taken, and one with a smaller correction after the others.
     """
     fields, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
-    for name, values in tensors.items():
-        if "router" in name or ".experts." in name:
-            new = values[-1:] if "router" in name else np.full_like(values[-1:], 0.5)
-            tensors[name] = np.concatenate([values, new])
+    key = "num_experts" if "num_experts" in fields else "num_local_experts"
+    count = fields[key]
+    for name, values in list(tensors.items()):
+        if "router" in name or ".mlp.gate." in name:
+            tensors[name] = np.concatenate([values, values[-1:]])
+        elif name.endswith("e_score_correction_bias"):
+            tensors[name] = np.append(values, values[-1:] - 100)
+        elif f".experts.{count - 1}." in name:
+            tensors[name.replace(f".experts.{count - 1}.", f".experts.{count}.")] = np.full_like(values, 0.5)
+        elif ".experts." in name and values.ndim == 3:
+            tensors[name] = np.concatenate([values, np.full_like(values[-1:], 0.5)])
     save_file(tensors, out / "model.safetensors")
-    (out / "config.json").write_text(json.dumps({**fields, "num_local_experts": 4}))
+    (out / "config.json").write_text(json.dumps({**fields, key: count + 1}))
     return out
 
 
@@ -293,8 +321,8 @@ def test_family_on_several_devices_emits_the_greedy_tokens_of_transformers(
     folder = golden / "families" / family
     data = recording(folder / "expect.npz")
     prompts, wanted = ([data[f"{name}{i}"].tolist() for i in range(3)] for name in ("prompt", "greedy"))
-    own: dict[str, Any] = dict(slots=3, max_len=160, buckets=(3,), prefill_buckets=(32,), page_size=8)
-    folder = with_a_fourth_expert(folder, tmp_path) if family == "llama4_text" else folder
+    own: dict[str, Any] = dict(slots=3, max_len=176, buckets=(3,), prefill_buckets=(32,), page_size=8)
+    folder = with_another_expert(folder, tmp_path) if family in ("llama4_text", "laguna") else folder
     with Engine.from_pretrained(folder, dtype="float32", tensor_parallel=devices, eos_ids=(), **own) as engine:
         for time in range(2):
             done = engine.generate(prompts, SamplingParams(max_tokens=64, temperature=0))

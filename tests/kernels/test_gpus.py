@@ -104,30 +104,35 @@ def deterministic_attention(rows: int, depths: int = 0) -> Case:
     return attend, (q, *pools(128, BF16), table, shape(1, dtype=I32), *paths)
 
 
-def latent(rows: int, heads: int, *, batch: int = 1, dtype: Any = BF16, deterministic: bool = False) -> Case:
-    """Return the case of attention over a latent cache with the sizes of DeepSeek."""
-    q, table = shape(batch, rows, heads, 576), shape(batch, 128, dtype=I32)
+def latent(
+    rows: int, heads: int, size: int = 512, *, batch: int = 1, dtype: Any = BF16, deterministic: bool = False
+) -> Case:
+    """Return the case of attention over a latent cache, with DeepSeek's number of latent channels or another."""
+    q, table = shape(batch, rows, heads, size + 64), shape(batch, 128, dtype=I32)
     bits = [shape(batch, rows, -(-rows // 32), dtype=jnp.uint32)] if rows > 1 and not deterministic else [None]
 
     def attend(*arrays: Any) -> Any:
         return paged_attention(*arrays, deterministic=deterministic, implementation="pallas")
 
-    pool = [shape(PAGES, 1, PAGE, dim, dtype=dtype) for dim in (64, 512)]
+    pool = [shape(PAGES, 1, PAGE, dim, dtype=dtype) for dim in (64, size)]
     return attend, (q, *pool, table, shape(batch, dtype=I32), *bits)
 
 
-def latent_rows(rows: int, heads: int) -> Case:
-    """Return the case of the products of heads around attention over a latent cache, and of its new rows."""
-    q, tables, where = shape(1, rows, heads * 192), shape(2, 1, rows, 32, dtype=F32), shape(1, 128, dtype=I32)
-    pool = [shape(PAGES, 1, PAGE, dim) for dim in (64, 512)]
+def latent_rows(rows: int, heads: int, size: int = 512, inner: tuple[int, int] = (128, 128)) -> Case:
+    """Return the case of the products of heads around attention over a latent cache, and of its new rows.
+
+    ``inner`` are the channels of a head's query that are not rotated, and those of its value.
+    """
+    q, tables = shape(1, rows, heads * (inner[0] + 64)), shape(2, 1, rows, 32, dtype=F32)
+    pool = [shape(PAGES, 1, PAGE, dim) for dim in (64, size)]
 
     def run(q: Any, up: Any, tables: Any, down: Any, new: Any, *cache: Any) -> Any:
         queries, *pools = append_latent(*cache[:2], q, up, new, tables, *cache[2:], implementation="pallas")
-        return head_products(queries[..., :512].reshape(1, rows, -1), down, implementation="pallas"), *pools
+        return head_products(queries[..., :size].reshape(1, rows, -1), down, implementation="pallas"), *pools
 
-    weights = shape(heads, 128, 512), shape(heads, 128, 512)
-    cache = *pool, where, shape(1, dtype=I32), shape(1, rows, dtype=jnp.bool)
-    return run, (q, weights[0], tables, weights[1], shape(1, rows, 576), *cache)
+    weights = [shape(heads, channels, size) for channels in inner]
+    cache = *pool, shape(1, 128, dtype=I32), shape(1, dtype=I32), shape(1, rows, dtype=jnp.bool)
+    return run, (q, weights[0], tables, weights[1], shape(1, rows, size + 64), *cache)
 
 
 def prefill(dim: int) -> Case:
@@ -273,6 +278,10 @@ CASES: dict[str, Case] = {
     "gradient of intervals 128, float32": intervals(128, F32, gradient=True),
     **{f"latent attention {rows} x {heads}": latent(rows, heads) for rows in (1, 5, 61) for heads in (16, 128)},
     **{f"latent rows {rows} x {heads}": latent_rows(rows, heads) for rows, heads in ((5, 16), (61, 128))},
+    **{f"latent attention {rows} x 20": latent(rows, 20) for rows in (5, 61)},  # GLM-4.7-Flash
+    **{f"latent attention {rows} x 32 of 256": latent(rows, 32, 256) for rows in (5, 61)},  # Mistral Small 4
+    "latent rows 61 x 20": latent_rows(61, 20, inner=(192, 256)),
+    "latent rows 5 x 32 of 256": latent_rows(5, 32, 256, (64, 128)),
     "latent attention 5 x 16, batch 32": latent(5, 16, batch=32),
     "latent attention 5 x 16, deterministic": latent(5, 16, deterministic=True),
     "append": append_or_move(BF16, move=False),
@@ -313,6 +322,7 @@ FLOAT8: dict[str, Case] = {
     "attention after append, quantised": appended(5, 128, quantize_output=True),
     **{f"attention {rows} x {dim} fp8, all options": scores(rows, dim, FP8) for rows in (5, 60) for dim in (64, 128)},
     "latent attention 5 x 16 fp8": latent(5, 16, dtype=FP8),
+    "latent attention 61 x 32 of 256 fp8": latent(61, 32, 256, dtype=FP8),
     "rotate fp8": rotation(128, FP8),
     "append fp8": append_or_move(FP8, move=False),
     "move fp8": append_or_move(FP8, move=True),

@@ -106,6 +106,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "Granite": {"factor": 0.22, "norms": 1},
     "Gemma": {"post_norm": True, "norms": 1, "weights": "float32"},
     "OLMo": {"post_norm": True, "norms": 0, "weights": "float32"},
+    "Muse": {"post_norm": True, "norms": 1, "weights": "float32", "post_eps": 0.2},
     "Gemma 4": {"post_norm": True, "norms": 1, "weights": "float32", "scale": 0.37},
     "all": {"post_norm": True, "factor": 0.22, "norms": 2, "weights": "bfloat16", "scale": 0.37},
 }
@@ -115,19 +116,25 @@ def rounded(values: np.ndarray, dtype: Any) -> np.ndarray:
     return np.asarray(on_device(values, dtype), np.float64)
 
 
-def normed(values: np.ndarray, weight: np.ndarray, dtype: Any) -> np.ndarray:
+def normed(values: np.ndarray, weight: np.ndarray, dtype: Any, eps: float = EPS) -> np.ndarray:
     """Return the float64 norm of rows; a bfloat16 weight multiplies the rounded quotient."""
-    quotient = values / np.sqrt((values**2).mean(-1, keepdims=True) + EPS)
+    quotient = values / np.sqrt((values**2).mean(-1, keepdims=True) + eps)
     quotient = quotient if weight.dtype == jnp.float32 else rounded(quotient, dtype)
     return rounded(quotient * np.asarray(weight, np.float64), dtype)
 
 
 def float64_outputs(
-    x: Any, delta: Any, weights: list[Any], post_norm: Any, factor: float, scale: Any = 1.0
+    x: Any,
+    delta: Any,
+    weights: list[Any],
+    post_norm: Any,
+    factor: float,
+    scale: Any = 1.0,
+    post_eps: float = EPS,
 ) -> list[np.ndarray]:
     """Return the sum and its norms, computed in float64; each step that the module names is rounded to x's dtype."""
     step = rounded(np.asarray(delta, np.float64).sum(0), x.dtype)
-    step = step if post_norm is None else normed(step, post_norm, x.dtype)
+    step = step if post_norm is None else normed(step, post_norm, x.dtype, post_eps)
     total = rounded(np.asarray(x, np.float64) + rounded(step * factor, x.dtype), x.dtype)
     total = rounded(total * np.asarray(scale, np.float64), x.dtype)
     return [total, *(normed(total, weight, x.dtype) for weight in weights)]
@@ -161,12 +168,13 @@ def check_options(family: str, dtype: str, **fixed: Any) -> None:
     weight = weight.astype(options.get("weights", dtype))
     weights, post = [weight, weight[::-1]][: options["norms"]], weight * 0.5 if "post_norm" in options else None
     factor = options.get("factor", 1.0)
-    run = partial(add_rms_norm, x, delta, eps=EPS, **fixed)
+    post_eps = options.get("post_eps", EPS)
+    run = partial(add_rms_norm, x, delta, eps=EPS, post_eps=options.get("post_eps"), **fixed)
     scale = on_device([options["scale"]], dtype) if "scale" in options else None
     got = run(*weights, post_norm=post, scale=scale, factor=factor)
     assert [(one.shape, one.dtype) for one in got] == [(x.shape, x.dtype)] * (1 + len(weights))
     error = partial(mean_error, got)
-    outputs = partial(float64_outputs, x, delta, weights, scale=1.0 if scale is None else scale)
+    outputs = partial(float64_outputs, x, delta, weights, scale=1.0 if scale is None else scale, post_eps=post_eps)
     # A compiler may leave out roundings; most values are equal nevertheless.
     assert error(outputs(post, factor)) < (2e-6 if dtype == "float32" else 2e-3)
     if factor != 1:
@@ -176,6 +184,8 @@ def check_options(family: str, dtype: str, **fixed: Any) -> None:
         assert error(outputs(post - 1, factor)) > 0.1, "control: a weight without its 1"
         late = [normed(one, post, x.dtype) for one in outputs(None, factor)]
         assert error(late) > 0.1, "control: the norm after the sum"
+    if post_eps != EPS:
+        assert error(outputs(post, factor, post_eps=EPS)) > 0.01, "control: the epsilon of the other norms"
     if scale is not None:
         assert error(outputs(post, factor, scale=1.0)) > 0.1, "control: without the factor of the sum"
 
@@ -262,8 +272,10 @@ def test_residual_norm_on_gpu_with_options_of_each_family_matches_float64(family
     weight = weight.astype(options.get("weights", dtype))
     weights, post = [weight, weight[::-1]][: options["norms"]], weight * 0.5 if "post_norm" in options else None
     scale, factor = jnp.asarray([options["scale"]], dtype) if "scale" in options else None, options.get("factor", 1.0)
-    got = add_rms_norm(x, delta, *weights, eps=EPS, post_norm=post, scale=scale, factor=factor, implementation="pallas")
-    wanted = float64_outputs(x, delta, weights, post, factor, 1.0 if scale is None else scale)
+    run = partial(add_rms_norm, x, delta, eps=EPS, post_eps=options.get("post_eps"), implementation="pallas")
+    got = run(*weights, post_norm=post, scale=scale, factor=factor)
+    numbers = 1.0 if scale is None else scale, options.get("post_eps", EPS)
+    wanted = float64_outputs(x, delta, weights, post, factor, *numbers)
     assert mean_error(got, wanted) < (2e-6 if dtype == "float32" else 2e-3)
     assert mean_error(got, float64_outputs(x, delta, weights, None, 1.0)) > 0.1, "control: without the options"
 

@@ -48,6 +48,7 @@ SIZES: list[dict[str, Any]] = [
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "glm4_moe": {},
+    "glm4_moe_lite": {},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "deepseek_v3": {},
     "gemma2": {},
@@ -55,10 +56,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma4_text": {"hidden_size_per_layer_input": 0},
     "gpt_oss": {},
     "granite": {},
+    "laguna": {},
     "llama4_text": {},
+    "minimax_m2": {},
     "ministral": {},
     "mistral": {},
+    "mistral4": {},
     "mixtral": {},
+    "muse_glimmer_text": {"num_key_value_heads": 8},
     "olmo2": {},
     "olmo3": {"rope_theta": 500000.0},
     "phi3": {},
@@ -146,6 +151,7 @@ def test_config_with_any_spelling_of_the_sizes_equals_transformers_or_is_refused
 
 LINEAR = {"rope_type": "linear", "factor": 2.0}
 ROPE_KEYS = ("rope_theta", "rope_parameters", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor")
+UNSCALED = ("phi3", "gemma4_text", "mistral4", "laguna")  # transformers refuses, ignores or cannot run other ropes
 
 
 @pytest.mark.parametrize(
@@ -154,7 +160,7 @@ ROPE_KEYS = ("rope_theta", "rope_parameters", "rope_scaling", "rope_local_base_f
         (model_type, keys)
         for model_type in sorted({*model_types()} - {"kimi_k2"})  # transformers has no Kimi K2
         for keys in ({}, {"rope_scaling": LINEAR}, {"rope_theta": 5e5, "rope_scaling": LINEAR})
-        if not keys or model_type not in ("phi3", "gemma4_text")  # transformers refuses these, or cannot run them
+        if not keys or model_type not in UNSCALED
     ],
     ids=str,
 )

@@ -21,7 +21,9 @@ from jspec.models.mixers.mixer import Mixer
 from jspec.models.mixers.mla import MLA
 from jspec.models.mixers.short_conv import ShortConv
 from jspec.models.mlps.mlp_config import Experts
-from jspec.models.parts.rope import Rope
+from jspec.models.parts.kv_pool import KVPool
+from jspec.models.parts.layer_weights import LayerWeights
+from jspec.models.parts.rope import Rope, query_factors
 from jspec.tools.replay import run_texts
 from jspec.tools.testing import last_logits
 from pallas_kernels.recurrent.gated_delta import DeltaTokens
@@ -31,10 +33,23 @@ from tests.support.recordings import recording
 
 pytestmark = pytest.mark.once
 
-DENSE = ("llama", "qwen2", "qwen3", "mistral", "phi3", "gemma2", "gemma3_text", "gemma4_text", "olmo3", "granite")
-EXPERTS = ("qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "llama4_text", "deepseek_v2", "deepseek_v3")
+DENSE = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "phi3",
+    "gemma2",
+    "gemma3_text",
+    "gemma4_text",
+    "olmo3",
+    "granite",
+    "muse_glimmer",
+)
+EXPERTS = ("qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "llama4_text", "minimax_m2", "laguna")
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4")
 HYBRID = ("lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
-RECORDED = (*DENSE, *EXPERTS, *HYBRID)
+RECORDED = (*DENSE, *EXPERTS, *LATENT, *HYBRID)
 LONGEST = 100  # tokens of the longest recorded prompt
 TOLERANCE = 2e-4  # both sides use float32 but add up in different orders; 1.1e-4 with SSE4.2, at logits up to 19
 LEAST = 1e-3  # a wrong reading of a config moves some logit by more
@@ -230,6 +245,21 @@ class Growing(GatedDelta):
 def growing(layer: LayerConfig) -> LayerConfig:
     delta = layer.mixer
     return replace(layer, mixer=Growing(**vars(delta))) if isinstance(delta, GatedDelta) else layer
+
+
+class RotatedAlone(MLA):
+    """Latent attention with a temperature of the rotated channels of queries, whose factors their tables have."""
+
+    def write(self, layer: LayerWeights, qkv: Any, pool: KVPool, batch: Any, dtype: Any, *, eps: float) -> Any:
+        _, pool = super().write(layer, qkv, pool, batch, dtype, eps=eps)
+        plain = MLA(**{**vars(self), "rope": replace(self.rope, temperature=0.0)})
+        q, _ = plain.write(layer, qkv, pool, batch, dtype, eps=eps)
+        factors = query_factors(self.rope, batch.positions)[..., None, None]
+        return q.at[..., self.latent :].multiply(factors), pool
+
+
+def rotated_alone(layer: LayerConfig) -> LayerConfig:
+    return replace(layer, mixer=RotatedAlone(**vars(layer.mixer)))
 
 
 GATED: dict[str, Callable[[Model], Model]] = {  # wrong readings of layers that all hybrid Qwen families have
@@ -462,6 +492,70 @@ WRONG: dict[str, dict[str, Callable[[Model], Model]]] = {
         "one group more": router(chosen_groups=3),
         "no shared expert": experts(shared=0),
     },
+    "glm4_moe_lite": {
+        "rotated pairs not interleaved": pairs_swapped("qkv", "q_up"),
+        "no norm of the latent vector": weights(jnp.ones_like, "k_norm"),
+        "no norm of the queries' latent vector": weights(jnp.ones_like, "q_norm"),
+        "base 10000": rope(theta=1e4),
+        "softmax": router(scores="softmax"),
+        "scores not normalised": router(is_normalised=False),
+        "no factor": router(factor=1.0),
+        "choice not corrected": weights(lambda _: None, "router_correction"),
+        "no shared expert": experts(shared=0),
+    },
+    "mistral4": {
+        "rotated pairs not interleaved": pairs_swapped("qkv", "q_up"),
+        "yarn's factor of scores left out": attention(scale=32**-0.5),
+        "yarn left out": rope(kind="default"),
+        "no temperature": rope(temperature=0.0),
+        "temperature from the next position on": rope(temperature_offset=1),
+        "temperature of rotated channels alone": each_layer(rotated_alone),
+        "sigmoids": router(scores="sigmoid"),
+        "scores not normalised": router(is_normalised=False),
+        "one expert fewer": router(chosen=1),
+        "gate and up swapped": weights(halves_swapped, "experts_gate_up"),
+        "no shared expert": experts(shared=0),
+    },
+    "minimax_m2": {
+        "no norms of queries": weights(jnp.ones_like, "q_norm"),
+        "no norms of keys": weights(jnp.ones_like, "k_norm"),
+        "every channel rotated": rope(fraction=1.0),
+        "base 10000": rope(theta=1e4),
+        "softmax": router(scores="softmax"),
+        "scores not normalised": router(is_normalised=False),
+        "choice not corrected": weights(lambda _: None, "router_correction"),
+        "gate and up swapped": weights(halves_swapped, "experts_gate_up"),
+    },
+    "muse_glimmer": {
+        "embedding not normed": config(norms_embedding=False),
+        "logits not multiplied": config(logit_divisor=1.0),
+        "no limit of logits": config(logit_softcap=None),
+        "epsilon 0.001 after layers": each_layer(lambda layer: replace(layer, post_norm_eps=1e-3)),
+        "norms without their 1": weights(lambda norm: norm - 1, "attn_norm", "mlp_norm"),
+        "norms after layers without their 1": weights(lambda norm: norm - 1, "attn_post_norm", "mlp_post_norm"),
+        "last norm with another 1": lambda model: model.replace(norm=model.norm + 1),
+        "scale of head_dim": attention(scale=None),
+        "no norms of q and k": attention(qk_norm=None),
+        "query and gate of attention swapped": parts_of(GQA, (3, 1, 2, 0)),
+        "every layer rotated": of_layers(False, lambda own: replace(own, rope=Rope(theta=5e5))),
+        "base 10000": of_layers(True, lambda own: replace(own, rope=replace(own.rope, theta=1e4))),
+        "window one less": attention(window=lambda old: old - 1),
+        "no window": attention(window=None),
+    },
+    "laguna": {
+        "sigmoids of gates": attention(gate_function="sigmoid"),
+        "gates of other heads": weights(lambda qkv: jnp.concatenate([qkv[:-2], qkv[:-3:-1]]), "qkv"),
+        "no head norms": weights(jnp.ones_like, "q_norm", "k_norm"),
+        "every channel rotated": rope(fraction=1.0),
+        "ropes of the other layers": swapped_ropes,
+        "yarn left out": rope(kind="default"),
+        "window one less": attention(window=lambda old: old - 1),
+        "windows of the next layers": shifted_windows,
+        "softmax": router(scores="softmax"),
+        "no factor": router(factor=1.0),
+        "choice not corrected": weights(lambda _: None, "router_correction"),
+        "no shared expert": experts(shared=0),
+    },
     "granite": {
         "scale of head_dim": attention(scale=None),
         "residual factor left out": each_layer(lambda layer: replace(layer, residual_scale=1.0)),
@@ -598,6 +692,31 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
         "layer_types": ["full_attention", "conv", "conv", "full_attention"], "num_dense_layers": 1, "num_experts": 6,
         "num_experts_per_tok": 3, "moe_intermediate_size": 24, "use_expert_bias": False, "norm_topk_prob": False,
         "routed_scaling_factor": 1.5,
+    }),
+    "glm4_moe_lite without latent queries": ("Glm4MoeLite", {
+        "num_key_value_heads": 4, "q_lora_rank": None, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "v_head_dim": 12,
+        "qk_nope_head_dim": 20, "n_routed_experts": 12, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24, "mlp_layer_types": ["dense", "sparse", "dense", "sparse"], "n_shared_experts": 2,
+        "rope_parameters": BASE,
+    }),
+    "mistral4 without latent queries": ("Mistral4", {
+        "num_key_value_heads": 4, "q_lora_rank": None, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "v_head_dim": 12,
+        "qk_nope_head_dim": 24, "n_routed_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+        "first_k_dense_replace": 2, "norm_topk_prob": False, "routed_scaling_factor": 1.5, "n_shared_experts": 2,
+        "rope_parameters": {**YARN, "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.3},
+    }),
+    "minimax_m2 with every channel rotated": ("MiniMaxM2", {
+        "head_dim": 32, "num_local_experts": 5, "num_experts_per_tok": 3, "rope_parameters": BASE,
+    }),
+    "laguna with gates of channels and biases": ("Laguna", {
+        "head_dim": 16, "gating": "per-element", "attention_bias": True, "num_experts": 6, "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40, "sliding_window": 9,
+        "layer_types": ALTERNATING, "num_attention_heads_per_layer": [4, 2, 6, 4],
+        "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"],
+    }),
+    "laguna without lists of layers": ("Laguna", {
+        "head_dim": 16, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 24,
     }),
     "granite untied with biases": ("Granite", {"attention_bias": True, "logits_scaling": 4.0}),
 }  # fmt: skip

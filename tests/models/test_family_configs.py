@@ -24,8 +24,20 @@ pytestmark = pytest.mark.once
 
 DENSE = ("llama", "qwen2", "qwen3", "mistral", "phi3", "gemma2", "gemma3_text", "gemma4_text", "olmo3", "granite")
 HYBRID = ("lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
-FAMILIES = (*DENSE, "qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "llama4_text", *HYBRID)
-STORED = ("gemma3_text", "gemma4_text", "phi3", "olmo3", "gpt_oss", "glm4_moe", "llama4_text", *HYBRID)
+LATENT = ("glm4_moe_lite", "mistral4")
+FAMILIES = (
+    *DENSE,
+    "qwen3_moe",
+    "mixtral",
+    "gpt_oss",
+    "glm4_moe",
+    "llama4_text",
+    *LATENT,
+    "minimax_m2",
+    "laguna",
+    *HYBRID,
+)
+STORED = ("gemma3_text", "gemma4_text", "phi3", "olmo3", "gpt_oss", "glm4_moe", "llama4_text", "mistral4", *HYBRID)
 FACTORS = {"short_factor": [1.0 + 0.1 * i for i in range(6)], "long_factor": [1.0 + i for i in range(6)]}
 YARN = {"rope_type": "yarn", "factor": 4.0}
 LONGROPE = {"rope_type": "longrope", **FACTORS, "rope_theta": 1e4, "partial_rotary_factor": 0.75}
@@ -187,6 +199,46 @@ BAD: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"routed_scaling_factor": -2}, "routed_scaling_factor: expected a finite number above 0, got -2"),
         ({"n_shared_experts": -1}, "n_shared_experts: expected an integer from 0 .*, got -1"),
     ],
+    "glm4_moe_lite": [
+        ({"mlp_layer_types": ["dense", "sparse"]}, "mlp_layer_types: expected 3 types, one for each layer, .* got"),
+        ({"mlp_layer_types": ["dense", "moe", "moe"]}, "mlp_layer_types: expected .* 'dense' or 'sparse', got"),
+        ({"first_k_dense_replace": 2}, "first_k_dense_replace: expected 1, got 2"),
+        ({"topk_method": "greedy"}, "topk_method: expected noaux_tc, got 'greedy'"),
+        ({"attention_bias": True}, "attention_bias: expected False, got True"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: expected 1.0, got 0.5"),
+    ],
+    "mistral4": [
+        ({"n_group": 2}, "n_group: expected 1, got 2"),
+        ({"rope_parameters": {"rope_type": "default"}}, "rope type: expected 'yarn', got 'default'"),
+        ({"qk_nope_head_dim": 48}, "partial_rotary_factor: expected 0.25, the part of a head .*, got 0.5"),
+        ({"rope_parameters": {**YARN, "llama_4_scaling_beta": "0.1"}}, "llama_4_scaling_beta: expected a number, got"),
+        ({"layer_types": ["sliding_attention"] * 3}, "layer_types: expected .*full_attention.*, got"),
+    ],
+    "minimax_m2": [
+        ({"attn_type_list": [1, 0, 1]}, r"attn_type_list: expected 1 for each layer, got .*\[1, 0, 1\]"),
+        ({"qk_norm_type": "per_head"}, "qk_norm_type: expected per_layer, got 'per_head'"),
+        ({"use_routing_bias": False}, "use_routing_bias: expected True, got False"),
+        ({"rope_parameters": None, "rotary_dim": 15}, "partial_rotary_factor: expected to rotate an even number"),
+        ({"shared_intermediate_size": 16}, "shared_intermediate_size: expected 0, got 16"),
+    ],
+    "muse_glimmer": [
+        ({"layer_rope_theta": [5e5, 5e5, 1e4, 0]}, "layer_rope_theta: expected 4 numbers, .* rope_theta 500000 or 0"),
+        ({"layer_rope_theta": [5e5, 0]}, "layer_rope_theta: expected 4 numbers, one for each layer, .* got"),
+        ({"output_multiplier": 0}, "output_multiplier: expected a finite number above 0, got 0"),
+        ({"post_norm_eps": "small"}, "post_norm_eps: expected a number, got 'small'"),
+        ({"attention_bias": True}, "attention_bias: expected False, got True"),
+        ({"layer_types": ["chunked_attention"] * 4}, "layer_types: expected .*sliding_attention.*, got"),
+    ],
+    "laguna": [
+        ({"gating": False}, "gating: expected True or 'per-head' or 'per-element', got False"),
+        ({"num_attention_heads_per_layer": [4, 6]}, "num_attention_heads_per_layer: expected 4 integers .*, got"),
+        ({"num_attention_heads_per_layer": [4, 5, 6, 4]}, "num_key_value_heads: expected a divisor .* 5, got 2"),
+        ({"moe_router_logit_softcapping": 3.0}, "moe_router_logit_softcapping: expected 0.0, got 3.0"),
+        ({"moe_apply_router_weight_on_input": True}, "moe_apply_router_weight_on_input: expected False, got True"),
+        ({"rope_parameters": {"rope_type": "default"}}, "rope_parameters: expected an object for each layer type, got"),
+        ({"rope_scaling": YARN}, "rope_scaling: expected None, got .*yarn"),
+        ({"mlp_layer_types": ["dense"] * 3}, "mlp_layer_types: expected 4 types"),
+    ],
     "llama4_text": [
         ({"attention_chunk_size": 0}, "attention_chunk_size: expected an integer from 1 .*, got 0"),
         ({"attention_chunk_size": None}, "attention_chunk_size: expected an integer"),
@@ -247,6 +299,7 @@ def test_config_with_an_unsupported_value_is_refused_by_name(
     family: str, keys: dict[str, Any], words: str, golden: Path
 ) -> None:
     fields = json.loads((golden / "families" / family / "config.json").read_text())
+    fields = fields.get("text_config", fields)
     families.read_config(fields)
     with pytest.raises((CheckpointError, NotImplementedError), match=words):
         families.read_config({**fields, **keys})
@@ -266,6 +319,28 @@ def test_folder_with_a_missing_or_an_unknown_tensor_is_refused_by_name(
     save_file(tensors | {"model.layers.0.extra.weight": np.zeros(3, np.float32)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"unknown: model\.layers\.0\.extra\.weight"):
         Model.from_pretrained(tmp_path, dtype="float32")
+
+
+# Keys of published files, most of them beside those of transformers, that change nothing.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "glm4_moe_lite": {
+        "first_k_dense_replace": 1, "topk_method": "noaux_tc", "partial_rotary_factor": 1.0, "rope_scaling": None,
+        "rope_theta": 1e6, "num_nextn_predict_layers": 1, "mlp_layer_types": None,
+    },
+    "minimax_m2": {
+        "attn_type_list": [1, 1, 1], "qk_norm_type": "per_layer", "use_qk_norm": True, "use_routing_bias": True,
+        "scoring_func": "sigmoid", "shared_intermediate_size": 0, "rotary_dim": 8, "rope_parameters": None,
+        "rope_theta": 5e6,
+    },
+    "mistral4": {"sliding_window": None, "moe_layer_freq": 1, "scoring_func": None},
+    "laguna": {"gating": True, "partial_rotary_factor": 0.5, "rope_theta": 5e5, "mlp_layer_types": None},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_config_with_the_keys_of_published_files_is_the_recorded_one(family: str, golden: Path) -> None:
+    fields = json.loads((golden / "families" / family / "config.json").read_text())
+    assert families.read_config({**fields, **PUBLISHED[family]}) == families.read_config(fields)
 
 
 @pytest.mark.parametrize("name", STORED)

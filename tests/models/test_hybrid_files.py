@@ -31,9 +31,13 @@ Tensors = dict[str, np.ndarray]
 
 
 def recorded(family: str) -> tuple[dict[str, Any], Tensors]:
-    """Return config and tensors of a recorded model."""
+    """Return config and tensors of a recorded model, of a language model alone."""
     folder = FOLDERS / family
-    return json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    if "text_config" not in config:
+        return config, tensors
+    bare = {name.replace("language_model.", "", 1): v for name, v in tensors.items() if "model.vision" not in name}
+    return config["text_config"], bare
 
 
 def logit_error(model: Model, family: str) -> float:
@@ -118,7 +122,15 @@ def test_keys_that_a_config_leaves_out_have_the_values_of_transformers(family: s
 
 # ---- quantised weights
 
-WIDE = ("in_proj_a.", "in_proj_b.", "in_proj_ba.", "mlp.gate.", "shared_expert_gate", "feed_forward.gate.")
+WIDE = (
+    "in_proj_a.",
+    "in_proj_b.",
+    "in_proj_ba.",
+    "mlp.gate.",
+    "shared_expert_gate",
+    "feed_forward.gate.",
+    "block_sparse_moe.gate.",
+)
 FLOAT8 = [
     ("qwen3_5_text", "fp8 by block", ()),
     ("qwen3_5_text", "compressed-tensors by row", ()),
@@ -129,12 +141,19 @@ FLOAT8 = [
     ("lfm2", "fp8 by tensor", ()),
     ("gemma4_text", "compressed-tensors by row", ()),  # rows of keys are those of values, and are reordered
     ("glm4_moe", "compressed-tensors by row", ("layers.2.",)),  # a shared expert without a gate
+    ("glm4_moe_lite", "fp8 by block", ()),
+    ("minimax_m2", "fp8 by block", ()),
+    ("muse_glimmer", "fp8 by block", ()),
+    ("laguna", "fp8 by block", ()),
 ]
 INT4 = [
     ("qwen3_5_text", "awq", ()),
     ("qwen3_5_moe_text", "gptq", ()),
     ("qwen3_next", "compressed-tensors with zero points", ()),
     ("lfm2_moe", "awq", ()),
+    ("glm4_moe_lite", "awq", ()),
+    ("muse_glimmer", "gptq", ()),
+    ("laguna", "compressed-tensors", ()),
 ]
 GATES = [("qwen3_5_text", "fp8 by block"), ("qwen3_next", "fp8 by tensor"), ("qwen3_5_text", "compressed-tensors")]
 

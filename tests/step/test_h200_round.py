@@ -14,6 +14,7 @@ from jspec.core.config import EngineConfig
 from jspec.core.prefill_input import PrefillInput
 from jspec.draft.dflash_head import DFlashHead
 from jspec.models.families import read_config
+from jspec.models.mlps.mlp_config import Experts
 from jspec.models.weights.quantize import quantize_weights
 from jspec.step.decode import spec_step
 from jspec.step.memory import DeviceMemory, MemoryPlanner
@@ -347,6 +348,29 @@ def test_h200_round_of_latent_attention_is_one_cuda_graph_that_copies_no_pool(
     assert [program.count(name) for name in ("append_latent", "head_products")] == [layers] * 2
 
 
+FLASH: dict[str, Any] = dict(
+    model_type="glm4_moe_lite", hidden_size=2048, intermediate_size=10240, num_hidden_layers=8, num_attention_heads=20
+)
+SMALL: dict[str, Any] = dict(
+    model_type="mistral4", hidden_size=4096, intermediate_size=12288, num_hidden_layers=8, num_attention_heads=32
+)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("fields", "launches"), [(FLASH, 310), (SMALL, 310)], ids=["glm-4.7-flash", "mistral-small-4"])
+@pytest.mark.parametrize("tree", [Tree.chain(4), Tree.topk(32, 6, 6)], ids=str)
+def test_h200_round_of_latent_attention_of_other_sizes_is_one_cuda_graph_that_copies_no_pool(
+    fields: dict[str, Any], launches: int, tree: Tree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, layers = fields["model_type"], fields["num_hidden_layers"]
+    config = read_config({**fields, "vocab_size": 131072, "rms_norm_eps": 1e-5})
+    monkeypatch.setitem(shapes.TARGETS, name, config)
+    monkeypatch.setitem(shapes.DRAFT_VOCAB, name, 32000)
+    program = check(*compile_round(tree, shape=name), launches=launches, temp_mib=180)
+    assert [program.count(kernel) for kernel in ("append_latent", "head_products")] == [layers] * 2
+    assert program.count("expert_matmul") == 2 * sum(isinstance(mlp, Experts) for mlp in config.mlps)
+
+
 CHUNKS: dict[str, Any] = dict(
     model_type="llama4_text", hidden_size=5120, intermediate_size=8192, num_hidden_layers=8, num_attention_heads=40
 )  # as Llama 4 Scout, whose layers have chunks and experts with weighted inputs
@@ -356,19 +380,31 @@ TWO_SIZES: dict[str, Any] = dict(
     hidden_size_per_layer_input=0, sliding_window=1024,
 )  # pools of two shapes  # fmt: skip
 
+GATES: dict[str, Any] = dict(
+    model_type="muse_glimmer_text", hidden_size=6656, intermediate_size=19968, num_hidden_layers=8,
+    num_attention_heads=32,
+)  # gates of channels, and a normed embedding  # fmt: skip
+HEAD_GATES: dict[str, Any] = dict(
+    model_type="laguna", hidden_size=2048, intermediate_size=8192, num_hidden_layers=8, num_attention_heads=48,
+    num_attention_heads_per_layer=[48, 64, 64, 64] * 2,
+    layer_types=["full_attention", *["sliding_attention"] * 3] * 2,
+)  # fmt: skip
+
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("fields", "launches", "moves"), [(CHUNKS, 300, 1), (TWO_SIZES, 270, 3)], ids=["chunks", "two"]
+    ("fields", "launches", "moves"),
+    [(CHUNKS, 300, 1), (TWO_SIZES, 270, 3), (GATES, 300, 1), (HEAD_GATES, 300, 1)],
+    ids=["chunks", "two", "gates", "head gates"],
 )
-def test_h200_round_of_a_tree_with_chunks_or_pools_of_two_shapes_is_one_cuda_graph_that_copies_no_pool(
+def test_h200_round_of_a_tree_with_chunks_gates_or_pools_of_two_shapes_is_one_cuda_graph_that_copies_no_pool(
     fields: dict[str, Any], launches: int, moves: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = fields["model_type"]
     config = read_config({**fields, "vocab_size": 200064, "rms_norm_eps": 1e-5})
     monkeypatch.setitem(shapes.TARGETS, name, config)
     monkeypatch.setitem(shapes.DRAFT_VOCAB, name, 32000)
-    program = check(*compile_round(Tree.topk(32, 6, 6), shape=name), launches=launches, temp_mib=40)
+    program = check(*compile_round(Tree.topk(32, 6, 6), shape=name), launches=launches, temp_mib=48)
     assert program.count("move_rows") == moves
 
 

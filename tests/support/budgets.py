@@ -23,7 +23,7 @@ BUDGETS = {
     "tests/engine/test_distribution.py": 15,
     "tests/engine/test_draft_device.py": 40,
     "tests/engine/test_family_drafts.py": 24,
-    "tests/engine/test_family_engines.py": 21,
+    "tests/engine/test_family_engines.py": 24,
     "tests/engine/test_given_device.py": 9,
     "tests/engine/test_grammar_decoding.py": 13,
     "tests/engine/test_hybrids.py": 42,

@@ -59,6 +59,24 @@ TRAITS = {
         "feed-forward: 48 channels, silu in 1 of 2 layers; 8 experts of 16 channels, 2 a token, silu, "
         "sigmoid over the chosen, times 2.5, choice corrected, shared expert of 16 channels in 1 of 2 layers",
     ],
+    "mistral4": [
+        "attention: 4 heads of 16 + 16 rotated channels, latent vector of 16 channels, values of 24, queries from 16 "
+        "channels, scores times 0.25794",
+        "rope: yarn, theta 10000, factor 8, from 32 tokens, query temperature 0.1",
+        "feed-forward: 6 experts of 16 channels, 2 a token, silu, softmax over the chosen, "
+        "shared expert of 16 channels",
+    ],
+    "muse_glimmer": [
+        "attention: 4 heads, 1 key-value heads, head_dim 16, norms of q and k (each head, without weights), "
+        "scores times 0.5, gates of the output",
+        "rope: default, theta 500000 in 3 of 4 layers; none in 1 of 4 layers",
+        "factors: embedding normed, logits 1 / 2, logits limited to 15",
+    ],
+    "laguna": [
+        f"attention: {PLAIN}, norms of q and k (each head), gates of the heads' outputs (softplus) in 2 of 4 layers; "
+        "6 heads, 2 key-value heads, head_dim 16, norms of q and k (each head), "
+        "gates of the heads' outputs (softplus) in 2 of 4 layers",
+    ],
     "gpt_oss": [
         "feed-forward: 4 experts of 24 channels, 2 a token, silu, softmax over the chosen, biases, limited to 7, "
         "alpha 1.702",

@@ -188,7 +188,7 @@ def test_table_of_families_has_each_model_type_once_and_no_family_of_a_user(monk
     assert families.table() == before
     Mine.__module__ = f"{families.__name__}.mine"
     assert families.table() == f"{before}\n| Mine | `mine` |".replace(  # rows are in the order of the files' names
-        "\n| Mistral", "\n| Mine | `mine` |\n| Mistral"
+        "\n| MiniMax", "\n| Mine | `mine` |\n| MiniMax"
     ).removesuffix("\n| Mine | `mine` |")
 
 

@@ -1,6 +1,6 @@
 """Reads from a model's folder its own layer that predicts further tokens (arXiv:2412.19437).
 
-DeepSeek V3 and GLM-4.5 have it behind their last layer: `model.layers.N` of a model of N layers has the tensors of a
+DeepSeek V3 and GLM have it behind their last layer: `model.layers.N` of a model of N layers has the tensors of a
 layer, and `enorm`, `hnorm`, `eh_proj` and `shared_head.norm`. The hybrid Qwen models have it beside their layers:
 `mtp.layers.0` is a layer with attention, whatever the model's others are, and `mtp.fc` joins the inputs. Copies of the
 model's embedding and output head are not read.
@@ -21,7 +21,7 @@ from jspec.draft.eagle_head import head_params
 from jspec.draft.head_config import MTPConfig
 from jspec.models.config.hf_config import FULL, refuse
 from jspec.models.families.deepseek import DeepseekV3, KimiK2
-from jspec.models.families.glm import Glm4Moe
+from jspec.models.families.glm import Glm4Moe, Glm4MoeLite
 from jspec.models.families.llama import Llama
 from jspec.models.families.qwen_hybrid import Qwen3Next, Qwen35, Qwen35Moe
 from jspec.models.load import Format, text_model, with_scheme
@@ -32,7 +32,12 @@ from jspec.models.weights.weight_map import as_computed, layer_tensors
 
 logger = logging.getLogger(__name__)
 
-BEHIND: dict[str, Llama] = {"deepseek_v3": DeepseekV3(), "kimi_k2": KimiK2(), "glm4_moe": Glm4Moe()}
+BEHIND: dict[str, Llama] = {
+    "deepseek_v3": DeepseekV3(),
+    "kimi_k2": KimiK2(),
+    "glm4_moe": Glm4Moe(),
+    "glm4_moe_lite": Glm4MoeLite(),
+}
 BESIDE: dict[str, Llama] = {"qwen3_5_text": Qwen35(), "qwen3_5_moe_text": Qwen35Moe(), "qwen3_next": Qwen3Next()}
 FAMILIES = BEHIND | BESIDE
 COPIES = ("embed_tokens.weight", "shared_head.head.weight")
@@ -119,7 +124,8 @@ def read_mtp(fields: Fields, names: Collection[str], *, norm_output: bool = True
         raise unsupported("model_type", kind, " or ".join(map(repr, FAMILIES)) + " for MTP layers")
     refuse(fields, {"mtp_use_dedicated_embeddings": False})
     _check_count(fields, names)
-    layers = ONE_LAYER if kind in BESIDE else {"num_hidden_layers": fields.integer("num_hidden_layers") + 1}
+    behind = {"num_hidden_layers": fields.integer("num_hidden_layers") + 1, "mlp_layer_types": None}
+    layers = ONE_LAYER if kind in BESIDE else behind
     read = FAMILIES[kind].decoder(Fields({**fields, **layers}, fields.place))
     sizes = {"draft_vocab_size": read["vocab_size"], "target_hidden_size": read["hidden_size"]}
     options = {**read, **sizes, "layers": read["layers"][-1:], "norm_output": norm_output}

@@ -274,6 +274,8 @@ class ModelConfig(DecoderConfig):
         tie_word_embeddings: whether the embedding is also the output head.
         max_position: longest sequence that the model was trained for, in tokens.
         embed_scale: factor of the embedding, rounded to the model's dtype.
+        norms_embedding: whether the embedding of a token is divided by its root mean square (Muse). Heads that read the
+            target's embedding do not divide it.
         logit_divisor: divisor of the logits.
         logit_softcap: limit c of the logits x, which become c * tanh(x / c); None: no limit.
         norms_in_float32: whether norms multiply by their weight in float32 and round afterwards (Gemma).
@@ -283,6 +285,7 @@ class ModelConfig(DecoderConfig):
     tie_word_embeddings: bool
     max_position: int
     embed_scale: float = 1.0
+    norms_embedding: bool = False
     logit_divisor: float = 1.0
     logit_softcap: float | None = None
     norms_in_float32: bool = False

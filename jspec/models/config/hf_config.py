@@ -106,6 +106,15 @@ def read_rope_layers(fields: Fields) -> list[bool]:
     return [bool(flag) for flag in flags[:count]]
 
 
+def read_dense_layers(fields: Fields) -> list[bool]:
+    """Read whether the feed-forward of each layer is dense; without `mlp_layer_types`, that of the first layer is."""
+    count = fields.integer("num_hidden_layers")
+    types = fields.texts("mlp_layer_types") or ["dense", *["sparse"] * (count - 1)]
+    if len(types) != count or not set(types) <= {"dense", "sparse"}:
+        raise fields.error("mlp_layer_types", f"{count} types, one for each layer, 'dense' or 'sparse'")
+    return [kind == "dense" for kind in types]
+
+
 def all_layers(fields: Fields, kind: str) -> list[str]:
     """Return one layer type for each of the `num_hidden_layers` layers."""
     count = fields.integer("num_hidden_layers")
@@ -135,6 +144,13 @@ def read_ropes(fields: Fields, *, theta: float | None = None, default: float = D
         kind: read_rope(Fields({**others, "rope_parameters": by_type.object(kind)}, fields.place), default=default)
         for kind in by_type
     }
+
+
+def or_fraction(fields: Fields, default: float) -> Fields:
+    """Return a config.json with a `partial_rotary_factor` if no part of it gives one."""
+    name = "partial_rotary_factor"
+    forms = (fields, fields.object("rope_parameters"), fields.object("rope_scaling"))
+    return fields if any(name in form for form in forms) else Fields({**fields, name: default}, fields.place)
 
 
 def read_rope(fields: Fields, *, theta: float | None = None, default: float = DEFAULT_THETA) -> Rope:

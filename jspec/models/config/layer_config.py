@@ -24,6 +24,7 @@ class LayerConfig:
             "both": before and after both.
         residual_scale: factor of the outputs of attention and feed-forward before they are added to the residual
             stream.
+        post_norm_eps: epsilon of the norms after attention and feed-forward; None: that of the other norms.
         has_scale: whether the residual stream is multiplied by a weight of one number after the layer (Gemma 4).
     """
 
@@ -31,6 +32,7 @@ class LayerConfig:
     mlp: Dense | Experts
     norms: str = "pre"
     residual_scale: float = 1.0
+    post_norm_eps: float | None = None
     has_scale: bool = False
 
     def check(self) -> None:
@@ -43,6 +45,8 @@ class LayerConfig:
         self.mixer.check()
         self.mlp.check()
         positive_values("config", {"residual_multiplier": self.residual_scale})
+        if self.post_norm_eps is not None:
+            positive_values("config", {"post_norm_eps": self.post_norm_eps})
         if self.norms not in NORMS:
             raise unsupported("norms", self.norms, " or ".join(map(repr, NORMS)))
 

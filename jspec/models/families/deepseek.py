@@ -9,7 +9,6 @@ from typing import ClassVar
 from convert.fields import Fields
 from jspec.models.config.layer_config import LayerConfig
 from jspec.models.families import register
-from jspec.models.families.glm import behind_dense, corrected_router
 from jspec.models.families.llama import Llama
 from jspec.models.mixers.gqa import GQA
 from jspec.models.mixers.mixer import Mixer
@@ -63,6 +62,33 @@ def score_factor(fields: Fields, rope: Rope) -> float:
     forms = (fields.object("rope_parameters"), fields.object("rope_scaling"))
     scale = next((form.number("mscale_all_dim") for form in forms if form.get("mscale_all_dim")), None)
     return 1.0 if scale is None or rope.kind == "default" else yarn_magnitude(rope.factor, scale) ** 2
+
+
+def corrected_router(fields: Fields) -> Router:
+    """Read a router whose scores are sigmoids, with a correction for the choice."""
+    return Router(
+        fields.integer("n_routed_experts", fields.integer("num_local_experts", 128)),
+        fields.integer("num_experts_per_tok", 8),
+        scores="sigmoid",
+        is_normalised=bool(fields.flag("norm_topk_prob", True)),
+        factor=fields.number("routed_scaling_factor", 1.0),
+        correction=True,
+        groups=fields.integer("n_group", 1),
+        chosen_groups=fields.integer("topk_group", 1),
+    )
+
+
+def mixture(fields: Fields, dense: Dense, router: Router) -> Experts:
+    """Read a mixture of experts with a shared expert, whose activation is that of the dense feed-forward."""
+    width = fields.integer("moe_intermediate_size", 1408)
+    return Experts(width, router, dense.activation, shared=width * fields.integer("n_shared_experts", 1, least=0))
+
+
+def behind_dense(fields: Fields, dense: Dense, router: Router) -> list[Dense | Experts]:
+    """Return the feed-forward of each layer: some dense ones, then mixtures of experts with a shared expert."""
+    first, count = fields.integer("first_k_dense_replace", 1, least=0), fields.integer("num_hidden_layers")
+    experts = mixture(fields, dense, router)
+    return [dense if i < first else experts for i in range(count)]
 
 
 @register("deepseek_v2")

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from convert.fields import Fields
+from jspec.models.config.hf_config import or_fraction, read_dense_layers
 from jspec.models.families import register
+from jspec.models.families.deepseek import ALWAYS, Deepseek, behind_dense, corrected_router, mixture
 from jspec.models.families.llama import Llama
-from jspec.models.mlps.mlp_config import Dense, Experts, Router
+from jspec.models.mlps.mlp_config import Dense, Experts
 from jspec.models.parts.rope import Rope
-
-PARTIAL = "partial_rotary_factor"
 
 
 @register("glm4_moe")
@@ -24,9 +24,7 @@ class Glm4Moe(Llama):
     rotates_parts: ClassVar = True
 
     def ropes(self, fields: Fields, theta: float | None) -> Mapping[str, Rope]:
-        forms = (fields, fields.object("rope_parameters"), fields.object("rope_scaling"))
-        is_given = any(PARTIAL in form for form in forms)
-        return super().ropes(fields if is_given else Fields({**fields, PARTIAL: 0.5}, fields.place), theta)
+        return super().ropes(or_fraction(fields, 0.5), theta)
 
     def attention(self, fields: Fields) -> dict[str, Any]:
         return {"bias": fields.flag("attention_bias"), "qk_norm": "head" if fields.flag("use_qk_norm") else None}
@@ -35,24 +33,19 @@ class Glm4Moe(Llama):
         return behind_dense(fields, dense, corrected_router(fields))
 
 
-def corrected_router(fields: Fields) -> Router:
-    """Read a router whose scores are sigmoids, with a correction for the choice."""
-    return Router(
-        fields.integer("n_routed_experts", fields.integer("num_local_experts", 128)),
-        fields.integer("num_experts_per_tok", 8),
-        scores="sigmoid",
-        is_normalised=bool(fields.flag("norm_topk_prob", True)),
-        factor=fields.number("routed_scaling_factor", 1.0),
-        correction=True,
-        groups=fields.integer("n_group", 1),
-        chosen_groups=fields.integer("topk_group", 1),
-    )
+@register("glm4_moe_lite")
+class Glm4MoeLite(Deepseek):
+    """GLM-4.7-Flash: latent attention, and the experts of GLM-4.5."""
 
+    published: ClassVar = "GLM-4.7-Flash"
+    defaults: ClassVar = {
+        "q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256, "rms_norm_eps": 1e-5, "n_routed_experts": 64,
+        "num_experts_per_tok": 4, "moe_intermediate_size": 1536, "routed_scaling_factor": 1.8,
+    }  # fmt: skip
+    fixed: ClassVar = {
+        **ALWAYS, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "first_k_dense_replace": 1,
+    }  # fmt: skip
 
-def behind_dense(fields: Fields, dense: Dense, router: Router) -> list[Dense | Experts]:
-    """Return the feed-forward of each layer: some dense ones, then mixtures of experts with a shared expert."""
-    width = fields.integer("moe_intermediate_size", 1408)
-    shared = width * fields.integer("n_shared_experts", 1, least=0)
-    experts = Experts(width, router, dense.activation, shared=shared)
-    first, count = fields.integer("first_k_dense_replace", 1, least=0), fields.integer("num_hidden_layers")
-    return [dense if i < first else experts for i in range(count)]
+    def mlps(self, fields: Fields, dense: Dense) -> Sequence[Dense | Experts]:
+        experts = mixture(fields, dense, corrected_router(fields))
+        return [dense if is_dense else experts for is_dense in read_dense_layers(fields)]

@@ -1,29 +1,45 @@
-"""The Mistral families (arXiv:2310.06825): Mistral, Ministral, Ministral 3, and Mixtral (arXiv:2401.04088)."""
+"""The Mistral families (arXiv:2310.06825): Mistral, Ministral, Ministral 3, Mistral 4, Mixtral (arXiv:2401.04088)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
 from convert.fields import Fields
-from jspec.models.config.hf_config import FULL, SLIDING, all_layers, read_layer_types
+from jspec.models.config.hf_config import FULL, SLIDING, all_layers, or_fraction, read_layer_types
+from jspec.models.config.layer_config import LayerConfig
 from jspec.models.families import register
+from jspec.models.families.deepseek import ALWAYS, Deepseek, behind_dense
 from jspec.models.families.llama import Llama
 from jspec.models.mlps.mlp_config import Dense, Experts, Router
+from jspec.models.parts.checks import unsupported
 from jspec.models.parts.rope import Rope
-from jspec.models.weights.weight_map import LAYER
+from jspec.models.weights.weight_map import LAYER, Names, of_experts
 
-# The rotary embedding of a Ministral 3 config.json that gives none, as in transformers.
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 1e6,
-    "factor": 16.0,
-    "original_max_position_embeddings": 16384,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-    "llama_4_scaling_beta": 0.1,
-}
+YARN = {"rope_type": "yarn", "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
+
+
+class Tempered(Llama):
+    """What Ministral 3 and Mistral 4 share: queries are multiplied by a factor that grows with their position.
+
+    Attributes:
+        yarn: rotary embedding of a config.json that gives none.
+    """
+
+    yarn: ClassVar[Mapping[str, Any]]
+
+    def _filled(self, fields: Fields) -> Fields:
+        fields = super()._filled(fields)
+        if any(fields.get(name) is not None for name in ("rope_parameters", "rope_scaling")):
+            return fields
+        return Fields({**fields, "rope_theta": None, "rope_parameters": self.yarn}, fields.place)
+
+    def ropes(self, fields: Fields, theta: float | None) -> Mapping[str, Rope]:
+        forms = [fields.object(name) for name in ("rope_parameters", "rope_scaling")]
+        beta = next((form.number("llama_4_scaling_beta") for form in forms if form.get("llama_4_scaling_beta")), 0.0)
+        ropes = super().ropes(fields, theta)
+        return {kind: replace(rope, temperature=beta) for kind, rope in ropes.items()}
 
 
 @register("mistral")
@@ -52,19 +68,49 @@ class Ministral(Mistral):
 
 
 @register("ministral3")
-class Ministral3(Mistral):
-    """Ministral 3: rotated queries are multiplied by a factor that grows with their position."""
+class Ministral3(Tempered, Mistral):
+    """Ministral 3, whose rotary embedding is scaled, and whose queries have a temperature."""
 
     published: ClassVar = "Ministral 3 (text)"
     defaults: ClassVar = {"sliding_window": None, "head_dim": 128}
+    yarn: ClassVar = {**YARN, "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384}
+
+
+@register("mistral4")
+class Mistral4(Tempered, Deepseek):
+    """Mistral Small 4: latent attention whose queries have a temperature, and experts by a softmax."""
+
+    published: ClassVar = "Mistral Small 4 (text)"
+    defaults: ClassVar = {
+        "q_lora_rank": 1024, "kv_lora_rank": 256, "qk_nope_head_dim": 64, "rms_norm_eps": 1e-6, "n_routed_experts": 128,
+        "num_experts_per_tok": 4, "moe_intermediate_size": 2048, "first_k_dense_replace": 0,
+    }  # fmt: skip
+    fixed: ClassVar = {**ALWAYS, "scoring_func": "softmax", "n_group": 1, "topk_group": 1}
+    rotates_parts: ClassVar = True
+    yarn: ClassVar = {**YARN, "rope_theta": 1e4, "factor": 128.0, "original_max_position_embeddings": 8192}
 
     def ropes(self, fields: Fields, theta: float | None) -> Mapping[str, Rope]:
-        if all(fields.get(name) is None for name in ("rope_parameters", "rope_scaling")):
-            fields = Fields({**fields, "rope_theta": None, "rope_parameters": YARN}, fields.place)
-        forms = [fields.object(name) for name in ("rope_parameters", "rope_scaling")]
-        beta = next((form.number("llama_4_scaling_beta") for form in forms if form.get("llama_4_scaling_beta")), 0.0)
-        ropes = super().ropes(fields, theta)
-        return {kind: replace(rope, temperature=beta) for kind, rope in ropes.items()}
+        """Read the rotary embedding, whose `partial_rotary_factor` counts the channels that are not rotated, too."""
+        rotated = fields.integer("qk_rope_head_dim", 64)
+        part = rotated / (rotated + fields.integer("qk_nope_head_dim"))
+        rope = super().ropes(or_fraction(fields, part), theta)[FULL]
+        if rope.kind != "yarn":
+            raise unsupported("rope type", rope.kind, "'yarn'")
+        if rope.fraction != part:
+            raise unsupported("partial_rotary_factor", rope.fraction, f"{part}, the part of a head that is rotated")
+        return {FULL: replace(rope, fraction=1.0)}
+
+    def mlps(self, fields: Fields, dense: Dense) -> Sequence[Dense | Experts]:
+        router = Router(
+            fields.integer("n_routed_experts"),
+            fields.integer("num_experts_per_tok"),
+            is_normalised=bool(fields.flag("norm_topk_prob", True)),
+            factor=fields.number("routed_scaling_factor", 1.0),
+        )
+        return behind_dense(fields, dense, router)
+
+    def layer_names(self, layer: LayerConfig, tensors: Collection[str]) -> Names:
+        return of_experts(super().layer_names(layer, tensors), tensors)
 
 
 @register("mixtral")

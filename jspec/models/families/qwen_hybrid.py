@@ -19,15 +19,10 @@ from jspec.models.mixers.gated_delta import GatedDelta
 from jspec.models.mixers.mixer import Mixer
 from jspec.models.mlps.mlp_config import Dense, Experts, Router
 from jspec.models.parts.rope import PLAIN, Rope
-from jspec.models.weights.weight_map import LAYER, Names
+from jspec.models.weights.weight_map import LAYER, Names, of_experts
 
 LINEAR = "linear_attention"  # value of `layer_types`
-DELTA, SHARED, EXPERTS = "linear_attn", "mlp.shared_expert", "mlp.experts"
-# The weights of all experts together, as published files have them; others have them expert by expert.
-TOGETHER: Names = {
-    "experts_gate_up": (f"{EXPERTS}.gate_up_proj",),
-    "experts_down": (f"{EXPERTS}.down_proj",),
-}
+DELTA, SHARED = "linear_attn", "mlp.shared_expert"
 DEFAULTS = {
     "head_dim": 256, "rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "partial_rotary_factor": 0.25,
     "full_attention_interval": 4, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
@@ -111,8 +106,7 @@ class Qwen35Moe(Qwen35):
         return sparse_layers(fields, dense, Experts(width, router, dense.activation, shared=shared, gates_shared=True))
 
     def layer_names(self, layer: LayerConfig, tensors: Collection[str]) -> Names:
-        names, fused = super().layer_names(layer, tensors), f".{EXPERTS}.gate_up_proj"
-        return {**names, **TOGETHER} if any(name.endswith(fused) for name in tensors) else names
+        return of_experts(super().layer_names(layer, tensors), tensors)
 
 
 @register("qwen3_next")

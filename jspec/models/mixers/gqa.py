@@ -31,6 +31,8 @@ from pallas_kernels.layers.weights import Inputs, QuantizedActivation, has_dynam
 # Norms of queries and keys, in words.
 QK_NORMS = {"head": "each head", "unit": "each head, without weights", "all": "all heads together"}
 
+GATES = {"sigmoid": jax.nn.sigmoid, "softplus": jax.nn.softplus}
+
 
 @dataclass(frozen=True)
 class GQA(Attention):
@@ -56,8 +58,11 @@ class GQA(Attention):
         scale: factor of the scores; None: 1 / sqrt(head_dim).
         softcap: limit c of the scores x, which become c * tanh(x / c) (Gemma 2, arXiv:2408.00118); None: no limit.
         sinks: whether each query head has a sink, a score without a value (gpt-oss, arXiv:2508.10925).
-        output_gate: whether each head's output is multiplied by the sigmoid of further products of the layer's input.
+        output_gate: whether each head's output is multiplied by a function of further products of the layer's input.
             A checkpoint of Hugging Face stores their rows behind those of each query head.
+        gates_apart: whether it stores these rows in a tensor of their own instead, behind that of values (Muse).
+        head_gates: whether all channels of a head have one gate (Laguna).
+        gate_function: function of the gates, "sigmoid" or "softplus".
         causal: whether a query attends to no later token, whatever the batch's mask says, which lets the tokens of a
             DFlash block attend to each other.
     """
@@ -78,6 +83,9 @@ class GQA(Attention):
     softcap: float | None = None
     sinks: bool = False
     output_gate: bool = False
+    gates_apart: bool = False
+    head_gates: bool = False
+    gate_function: str = "sigmoid"
     causal: bool = False
 
     @property
@@ -89,6 +97,11 @@ class GQA(Attention):
     def kv_size(self) -> int:
         """Number of channels of all key heads in total; all value heads have as many."""
         return self.kv_heads * self.head_dim
+
+    @property
+    def gate_size(self) -> int:
+        """Number of gates of all query heads in total."""
+        return (self.heads if self.head_gates else self.q_size) if self.output_gate else 0
 
     @property
     def cached_heads(self) -> int:
@@ -129,6 +142,8 @@ class GQA(Attention):
             raise CheckpointError("head_dim", f"expected an even number, got {self.head_dim}; correct config.json")
         if self.qk_norm not in (None, *QK_NORMS):
             raise unsupported("qk_norm", self.qk_norm, " or ".join(map(repr, (None, *QK_NORMS))))
+        if self.gate_function not in GATES:
+            raise unsupported("gating", self.gate_function, " or ".join(map(repr, GATES)))
         if self.v_norm and self.qk_norm == "all":
             raise unsupported("v_norm", True, "False with norms of all heads together")
         if self.qk_norm == "unit" and self.rope.attention_factor != 1.0:  # a norm after the rotation would remove it
@@ -138,9 +153,11 @@ class GQA(Attention):
     def params(self, hidden: int, inputs: int, norm_dtype: str | None) -> dict[str, ParamSpec]:
         """Declare the weights; `Mixer.params`."""
         q, kv, dim = self.q_size, self.kv_size, self.head_dim
-        parts, stored = ((q, kv, kv, q), (2 * q, kv, kv)) if self.output_gate else ((q, kv, kv), ())
+        parts = (q, kv, kv, self.gate_size) if self.output_gate else (q, kv, kv)
+        stored = (2 * q, kv, kv) if self.output_gate and not self.gates_apart else ()
+        unit = (dim, dim, dim, 1) if self.head_gates else dim
         params = {
-            "qkv": ParamSpec((sum(parts), inputs), ("heads", "hidden"), parts=parts, stored=stored, unit=dim),
+            "qkv": ParamSpec((sum(parts), inputs), ("heads", "hidden"), parts=parts, stored=stored, unit=unit),
             "o": ParamSpec((hidden, q), ("hidden", "heads")),
         }
         if self.bias:
@@ -165,7 +182,7 @@ class GQA(Attention):
         name = row.parameter.rpartition(".")[2]
         if name == "qkv" and self.values_are_keys:
             row = self._without_values(row)
-        if name == "qkv" and self.output_gate:
+        if name == "qkv" and self.output_gate and not self.gates_apart:
             row = self._gates_last(row)
         rotated, dim = self.rope.rotated(self.head_dim), self.head_dim
         is_kept = rotated == dim and not self.is_interleaved
@@ -226,8 +243,9 @@ class GQA(Attention):
         if not self.output_gate:
             return out
         assert not isinstance(out, QuantizedActivation)
-        gate = jax.nn.sigmoid(reduce_partials(columns(qkv, self.q_size + 2 * self.kv_size), jnp.float32))
-        return (out * gate).astype(dtype)
+        gates = GATES[self.gate_function](reduce_partials(columns(qkv, self.q_size + 2 * self.kv_size), jnp.float32))
+        gates = jnp.repeat(gates, self.head_dim, axis=-1) if self.head_gates else gates
+        return (out * gates).astype(dtype)
 
     def write(
         self, layer: LayerWeights, qkv: PartialSums, pool: KVPool, batch: TokenBatch, dtype: jnp.dtype, *, eps: float
@@ -285,7 +303,8 @@ class GQA(Attention):
         if self.sinks:
             parts.append("sinks")
         if self.output_gate:
-            parts.append("gates of the output")
+            gated = "heads' outputs" if self.head_gates else "output"
+            parts.append(f"gates of the {gated}{'' if self.gate_function == 'sigmoid' else f' ({self.gate_function})'}")
         if self.causal:
             parts.append("causal within a block")
         limits = [f"{self.window} tokens"] if self.window is not None else []

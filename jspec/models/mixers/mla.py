@@ -24,7 +24,7 @@ from jspec.models.parts.kv_pool import KVPool
 from jspec.models.parts.layer_weights import LayerWeights
 from jspec.models.parts.layers import product
 from jspec.models.parts.param_spec import ParamSpec, norm
-from jspec.models.parts.rope import PLAIN, Rope, tables
+from jspec.models.parts.rope import PLAIN, Rope, query_factors, tables
 from pallas_kernels.attention.head_products import head_products
 from pallas_kernels.attention.latent import append_latent
 from pallas_kernels.layers.norm_columns import norm_columns
@@ -160,7 +160,7 @@ class MLA(Attention):
         The arguments are those of `Attention.write`; norms take the epsilon of the attention.
         """
         assert layer.k_norm is not None and layer.k_up is not None
-        cos_sin = tables(self.rope, self.rotated, batch.positions, batch.numerics)
+        cos_sin = tables(replace(self.rope, temperature=0.0), self.rotated, batch.positions, batch.numerics)
         norm = partial(norm_columns, eps=self.eps, dtype=dtype, **batch.numerics.options)
         # Columns of qkv (`params`): latent, rotated, query heads; with a query latent: query latent, latent, rotated.
         # `unpack` takes an axis of parts, which normed columns lack: [None] and [0].
@@ -173,6 +173,9 @@ class MLA(Attention):
             sums = product(batch.numerics)(normed[..., : self.query_latent], layer.q_up)
             rows, queries = batch.unpack(normed[None])[0], reduce_partials(batch.unpack(sums), dtype)
             first, first_query = self.query_latent, 0
+        if self.rope.temperature:  # of all channels of queries; the tables would multiply the rotated ones alone
+            factors = query_factors(self.rope, batch.positions, batch.numerics)
+            queries = (queries * factors[..., None]).astype(dtype)
         k_up = layer.k_up.reshape(self.heads, self.plain, self.latent)
         new = queries, k_up, rows, cos_sin, batch.page_table, batch.first_row, batch.valid
         q, k, v = append_latent(pool.k, pool.v, *new, first_query=first_query, first=first, **batch.numerics.options)

@@ -47,7 +47,7 @@ def _can_join(config: Experts, layer: Mapping[str, Any]) -> bool:
         return False
     count, twice, hidden = layer["experts_gate_up"].shape
     is_small = 3 * config.shared * hidden <= MOST_SHARED
-    is_addressable = (count + config.shared_count) * twice * hidden < MOST_ELEMENTS
+    is_addressable = (count + config.shared_count) * twice * hidden <= MOST_ELEMENTS
     is_alike = len({weight.dtype for weight in weights if weight is not None}) == 1
     if config.gates_shared:
         is_alike &= layer["router"].dtype == layer["shared_gate"].dtype

@@ -165,9 +165,23 @@ def _tables(rope: Rope, head_dim: int, positions: Int[Array, "*rows"]) -> Float[
         cos_sin = cos_sin * factor
     if not rope.temperature:
         return cos_sin
+    return jnp.concatenate([cos_sin, cos_sin * _query_factors(rope, positions)[..., None]])
+
+
+def query_factors(
+    rope: Rope, positions: Int[Array, "batch tokens"], numerics: Numerics = AUTO
+) -> Float[Array, "batch tokens"]:
+    """Return the factor of each token's queries, in float32; the arguments are those of `tables`."""
+    compute = partial(_query_factors, rope)
+    if not numerics.deterministic:
+        return compute(positions)
+    factors = row_by_row_off_gpu(compute, positions.ravel(), implementation=numerics.implementation)
+    return factors.reshape(positions.shape)
+
+
+def _query_factors(rope: Rope, positions: Int[Array, "*rows"]) -> Float[Array, "*rows"]:
     contexts = (positions + rope.temperature_offset) // rope.original_max_position
-    scales = 1 + rope.temperature * jnp.log1p(contexts.astype(jnp.float32))
-    return jnp.concatenate([cos_sin, cos_sin * scales[..., None]])
+    return 1 + rope.temperature * jnp.log1p(contexts.astype(jnp.float32))
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> Float[np.ndarray, "half"]:

@@ -36,7 +36,7 @@ WEIGHT = ".weight"
 # experts of a layer in one tensor X, which has no module of its own, they are X_scale_inv (transformers).
 SCALES = ("weight_scale_inv", "weight_scale")
 # Ends of the names of scales of activations, keys and values.
-UNUSED = (".input_scale", ".k_scale", ".v_scale", ".kv_scale", ".output_scale")
+UNUSED = (".input_scale", "activation_scale", ".k_scale", ".v_scale", ".kv_scale", ".output_scale")
 
 
 def quantized_rows(
@@ -125,7 +125,7 @@ def _scale_names(weight: str, suffixes: Iterable[str] = SCALES) -> list[str]:
 def _check(row: MapRow, quantized: list[str], scheme: Scheme, tensors: Mapping[str, Tensor]) -> None:
     """Raise an error unless a row with quantised tensors can be read as a quantised parameter."""
     name = row.parameter.rpartition(".")[2]
-    axes = (2, 3) if name in EXPERTS and scheme.bits == 8 and scheme.block is not None else (2,)
+    axes = (2, 3) if name in EXPERTS and scheme.bits == 8 and scheme.granularity in ("block", "tensor") else (2,)
     are_linear = all(len(shape) in axes for shape in row.sources.values())
     if name not in (*NAMES, *WIDENED) or not is_stacked(row) or not are_linear:
         raise unsupported(row.parameter, listed(quantized), "an unquantised parameter, as only linear weights may be")
@@ -172,7 +172,10 @@ def _scale_shape(scheme: Scheme, weight: Shape, stored: Tensor | None) -> Shape:
     if scheme.block is not None:
         rows, columns = scheme.block
         return *experts, -(-out // rows), -(-inner // columns)
-    spellings: list[Shape] = [(out, 1), (out,)] if scheme.granularity == "channel" else [(1,), ()]
+    if experts:  # of all experts together: a scale for each, or one for its gate and one for its up
+        spellings: list[Shape] = [(*experts, 1, 1), (*experts, 2, 1)]
+    else:
+        spellings = [(out, 1), (out,)] if scheme.granularity == "channel" else [(1,), ()]
     return stored.shape if stored is not None and stored.shape in spellings else spellings[0]
 
 
@@ -198,7 +201,7 @@ def _fill_scales(
         check_scales(source, name, scale)
         part = flat[first : first + math.prod(experts) * out]
         if block is None:
-            part[:] = scale.reshape(-1)
+            part[:] = np.repeat(scale.reshape(-1), len(part) // scale.size)
         else:
             groups = part.shape[1]
             rows, columns = min(block[0], out), min(block[1] * groups // inner, groups)

@@ -39,6 +39,11 @@ LAYER: Names = {
     "shared_gate_up": ("mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight"),
     "shared_down": ("mlp.shared_experts.down_proj.weight",),
 }
+# The weights of all experts together, as some files have them; others have them expert by expert.
+TOGETHER: Names = {
+    "experts_gate_up": ("mlp.experts.gate_up_proj",),
+    "experts_down": ("mlp.experts.down_proj",),
+}
 NORMS = (
     *("attn_norm", "mlp_norm", "attn_post_norm", "mlp_post_norm", "q_norm", "k_norm", "norm"),
     *("input_norm", "embed_norm", "feature_norm"),  # of a layer that predicts further tokens
@@ -82,7 +87,7 @@ def as_computed(made: Iterable[MapRow], config: DecoderConfig, *, norms_less_one
         norms_less_one: as for `model_rows`.
     """
     if norms_less_one:
-        made = [mapped(row, _plus_one) if row.parameter.rpartition(".")[2] in NORMS else row for row in made]
+        made = [plus_one(row) if row.parameter.rpartition(".")[2] in NORMS else row for row in made]
     return [in_kernel_order(row, config) for row in made]
 
 
@@ -110,14 +115,21 @@ def _each_expert(tensors: Sequence[str], count: int) -> list[str]:
     return [tensor.format(expert) for expert in experts for tensor in tensors]
 
 
+def of_experts(names: Names, tensors: Collection[str]) -> Names:
+    """Return the tensor names by parameter of a layer, with those of experts as the file of ``tensors`` has them."""
+    is_together = any(name.endswith(".mlp.experts.gate_up_proj") for name in tensors)
+    return {**names, **TOGETHER} if is_together else names
+
+
 def input_major(row: MapRow) -> MapRow:
     """Return the row of a parameter of experts [experts, out, in] that the file stores as [experts, in, out]."""
     count, out, inner = row.shape
     return mapped(row, lambda values: values.swapaxes(1, 2).copy(), (count, inner, out))
 
 
-def _plus_one(values: np.ndarray) -> np.ndarray:
-    return values + np.ones((), values.dtype)
+def plus_one(row: MapRow) -> MapRow:
+    """Return the row of a norm whose weight the file stores minus 1."""
+    return mapped(row, lambda values: values + np.ones((), values.dtype))
 
 
 def in_kernel_order(row: MapRow, config: DecoderConfig) -> MapRow:

@@ -39,7 +39,7 @@ from pallas_kernels.layers.weights import Quantized
 TILE = 64  # output columns of a program; twice as many of an undivided product
 STAGES, FEW_STAGES = 4, 6  # steps of k in flight, and in a product of gate and up with one program a multiprocessor
 PACKED_STEP = 128  # most values of k per loop iteration in int4 and mxfp4; a row of them is 64 bytes
-MOST_ELEMENTS = 2**31  # addresses in a weight are 32-bit integers
+MOST_ELEMENTS = 2**31  # addresses in a weight are 32-bit integers, the last one 2**31 - 1
 
 
 class Gate(NamedTuple):
@@ -236,9 +236,9 @@ def unsupported_experts(weight: Array | Quantized, dtype: jnp.dtype, *, gated: b
             return f"groups must be multiples of {step} columns, got {weight.group}"
     if isinstance(weight, Quantized) and weight.is_packed and dtype not in (dtypes := PACKED[weight.kind].dtypes):
         return f"x must be {' or '.join(dtypes)} for experts in {weight.kind}, got {dtype}"
-    if out % columns or inner % step or values.size >= MOST_ELEMENTS:
+    if out % columns or inner % step or values.size > MOST_ELEMENTS:
         return (
-            f"the experts' weights must be [experts, multiple of {columns}, multiple of {step}] with less than "
+            f"the experts' weights must be [experts, multiple of {columns}, multiple of {step}] with at most "
             f"{MOST_ELEMENTS} values, got {weight.shape}"
         )
     return None
