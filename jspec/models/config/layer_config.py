@@ -25,6 +25,8 @@ class LayerConfig:
         residual_scale: factor of the outputs of attention and feed-forward before they are added to the residual
             stream.
         has_scale: whether the residual stream is multiplied by a weight of one number after the layer (Gemma 4).
+        embedded: number of channels of the embedding that each token has for this layer alone, which is added to the
+            residual stream behind a gate (Gemma 4, `jspec.models.parts.layer_embeddings`); 0: none.
     """
 
     mixer: Mixer
@@ -32,6 +34,7 @@ class LayerConfig:
     norms: str = "pre"
     residual_scale: float = 1.0
     has_scale: bool = False
+    embedded: int = 0
 
     def check(self) -> None:
         """Check the sizes and options of the layer.
