@@ -52,7 +52,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {},
     "gemma2": {},
     "gemma3_text": {},
-    "gemma4_text": {"hidden_size_per_layer_input": 0},
+    "gemma4_text": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 128},
+    "gemma4_unified_text": {},
     "gpt_oss": {},
     "granite": {},
     "llama4_text": {},
@@ -145,6 +146,7 @@ def test_config_with_any_spelling_of_the_sizes_equals_transformers_or_is_refused
 
 
 LINEAR = {"rope_type": "linear", "factor": 2.0}
+UNSCALED = ("phi3", "gemma4_text", "gemma4_unified_text")  # transformers refuses a scaling of these, or cannot run it
 ROPE_KEYS = ("rope_theta", "rope_parameters", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor")
 
 
@@ -154,7 +156,7 @@ ROPE_KEYS = ("rope_theta", "rope_parameters", "rope_scaling", "rope_local_base_f
         (model_type, keys)
         for model_type in sorted({*model_types()} - {"kimi_k2"})  # transformers has no Kimi K2
         for keys in ({}, {"rope_scaling": LINEAR}, {"rope_theta": 5e5, "rope_scaling": LINEAR})
-        if not keys or model_type not in ("phi3", "gemma4_text")  # transformers refuses these, or cannot run them
+        if not keys or model_type not in UNSCALED
     ],
     ids=str,
 )

@@ -88,4 +88,5 @@ class SharedKV(GQA):
     def describe(self) -> dict[str, str]:
         """Describe heads, window, rotation and source; `Mixer.describe`."""
         words = super().describe()
-        return words | {"attention": f"{words['attention']}, keys and values of layer {self.source}"}
+        attention = words["attention"].replace("norms of q and k", "norms of q")
+        return words | {"attention": f"{attention}, keys and values of layer {self.source}"}
