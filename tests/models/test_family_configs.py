@@ -107,11 +107,8 @@ def test_folder_of_gemma4_with_encoders_and_keys_that_no_layer_reads_is_loaded_w
 ) -> None:
     """As published: layers that share keys and values have tensors for keys and values of their own."""
     source = golden / "families" / "gemma4_e2b"
-    text, tensors = json.loads((source / "config.json").read_text()), dict(load_file(source / "model.safetensors"))
-    for index, dim in ((3, 16), (4, 16), (5, 32)):
-        layer = f"model.layers.{index}.self_attn"
-        tensors[f"{layer}.k_norm.weight"] = np.full(dim, np.float32(7))
-        tensors |= {f"{layer}.{part}_proj.weight": np.full((dim, 32), np.float32(7)) for part in "kv"}
+    text = json.loads((source / "config.json").read_text())
+    tensors = folders.with_keys_that_no_layer_reads(load_file(source / "model.safetensors"))
     others = ("vision_tower.patch.weight", "embed_vision.norm.weight", "audio_tower.conv.weight", "embed_audio.w")
     wrapped = {name.replace("model.", "model.language_model.", 1): value for name, value in tensors.items()}
     wrapped |= {f"model.{name}": np.zeros((3, 3), np.float32) for name in others}
@@ -137,6 +134,19 @@ def test_experts_of_llama4_that_are_stored_one_by_one_are_those_stored_together(
     ids = recording(source / "expect.npz")["prompt1"].tolist()
     found, wanted = (last_logits(tiny.load_target(folder), ids) for folder in (tmp_path, source))
     np.testing.assert_array_equal(found, wanted)
+
+
+def test_experts_of_gemma4_that_are_stored_one_by_one_are_those_stored_together(golden: Path, tmp_path: Path) -> None:
+    source = golden / "families" / "gemma4_26b_a4b"
+    tensors = load_file(source / "model.safetensors")
+    for name in [name for name in tensors if ".experts." in name]:
+        parts, values = ["down_proj"] if "down" in name else ["gate_proj", "up_proj"], tensors.pop(name)
+        for index, expert in enumerate(values):
+            rows = zip(parts, np.split(expert, len(parts)), strict=True)
+            tensors |= {f"{name.rpartition('.')[0]}.{index}.{part}.weight": own.copy() for part, own in rows}
+    folders.write(tmp_path, json.loads((source / "config.json").read_text()), tensors)
+    found, wanted = (Model.from_pretrained(folder, dtype="float32") for folder in (tmp_path, source))
+    assert all(map(np.array_equal, jax.tree.leaves(found), jax.tree.leaves(wanted)))
 
 
 # For each family, changes of its recorded config.json that must be refused, and words of the error.

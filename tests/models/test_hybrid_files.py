@@ -33,7 +33,9 @@ Tensors = dict[str, np.ndarray]
 def recorded(family: str) -> tuple[dict[str, Any], Tensors]:
     """Return config and tensors of a recorded model."""
     folder = FOLDERS / family
-    return json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    tensors = load_file(folder / "model.safetensors")
+    tensors = folders.with_keys_that_no_layer_reads(tensors) if family == "gemma4_e2b" else tensors
+    return json.loads((folder / "config.json").read_text()), tensors
 
 
 def logit_error(model: Model, family: str) -> float:
@@ -128,6 +130,8 @@ FLOAT8 = [
     ("qwen3_next", "modelopt", ()),
     ("lfm2", "fp8 by tensor", ()),
     ("gemma4_text", "compressed-tensors by row", ()),  # rows of keys are those of values, and are reordered
+    ("gemma4_e2b", "compressed-tensors by row", ("embed_tokens",)),  # layers with queries alone
+    ("gemma4_26b_a4b", "compressed-tensors by row", ("router",)),  # experts beside a dense path
     ("glm4_moe", "compressed-tensors by row", ("layers.2.",)),  # a shared expert without a gate
 ]
 INT4 = [
@@ -135,6 +139,7 @@ INT4 = [
     ("qwen3_5_moe_text", "gptq", ()),
     ("qwen3_next", "compressed-tensors with zero points", ()),
     ("lfm2_moe", "awq", ()),
+    ("gemma4_e2b", "awq", ("embed_tokens", "down_proj", "per_layer_projection")),
 ]
 GATES = [("qwen3_5_text", "fp8 by block"), ("qwen3_next", "fp8 by tensor"), ("qwen3_5_text", "compressed-tensors")]
 

@@ -13,7 +13,7 @@ from jspec.models.config.decoder_config import ModelConfig
 from jspec.models.config.hf_config import FULL, SLIDING, read_layer_types, read_rope, read_ropes
 from jspec.models.config.layer_config import LayerConfig
 from jspec.models.families import register
-from jspec.models.families.gemma4_layers import NAMES, shared, with_sizes, with_unread
+from jspec.models.families.gemma4_layers import NAMES, ONE_BY_ONE, shared, with_sizes, with_unread
 from jspec.models.families.llama import Llama
 from jspec.models.mixers.gqa import GQA
 from jspec.models.mixers.mixer import Mixer
@@ -171,7 +171,9 @@ class Gemma4(Gemma2):
         return {"norms": "both", "has_scale": True, "embedded": size}
 
     def layer_names(self, layer: LayerConfig, tensors: Collection[str]) -> Names:
-        return {**self.names, "qkv": LAYER["qkv"][:1]} if isinstance(layer.mixer, SharedKV) else self.names
+        is_fused = any(name.endswith(".experts.gate_up_proj") for name in tensors)
+        names = self.names if is_fused else {**self.names, **ONE_BY_ONE}
+        return {**names, "qkv": LAYER["qkv"][:1]} if isinstance(layer.mixer, SharedKV) else names
 
     def weights(self, config: ModelConfig, names: Collection[str]) -> list[MapRow]:
         factor = config.hidden_size**-0.5  # of the router's input

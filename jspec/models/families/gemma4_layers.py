@@ -33,6 +33,11 @@ NAMES: Names = {
     "shared_gate_up": LAYER["gate_up"],
     "shared_down": LAYER["down"],
 }
+# Names of the experts' tensors if each expert has its own, as exporters of quantised weights store them.
+ONE_BY_ONE: Names = {
+    "experts_gate_up": ("experts.{}.gate_proj.weight", "experts.{}.up_proj.weight"),
+    "experts_down": ("experts.{}.down_proj.weight",),
+}
 # Tensors of keys and values that files have of layers that share them: by the parameter whose row names them too.
 UNREAD = {
     "qkv": ("self_attn.k_proj.weight", "self_attn.v_proj.weight"),
