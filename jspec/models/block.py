@@ -20,6 +20,7 @@ from jspec.models.config.layer_config import LayerConfig
 from jspec.models.mlps.experts import mix_experts
 from jspec.models.mlps.mlp_config import Dense, Experts
 from jspec.models.mlps.normed_experts import mix_normed_experts
+from jspec.models.parts import block_conv
 from jspec.models.parts.layer_embeddings import gated_embedding
 from jspec.models.parts.layer_weights import LayerWeights
 from jspec.models.parts.layers import mlp, product
@@ -59,6 +60,17 @@ def feed_forward(
     return mlp(inputs[0], layer.gate_up, layer.down, numerics, activation=config.activation)
 
 
+def convolved(
+    taps: Array | None, project: Array | None, inputs: list[Any], numerics: Numerics
+) -> tuple[list[Any], Array | None]:
+    """Return the inputs of a part of a layer, convolved if it has taps, and the taps of its output, or None."""
+    if taps is None or project is None:
+        return inputs, None
+    (x,) = inputs
+    x, of_output = block_conv.before(x, taps, project, numerics)
+    return [x], of_output
+
+
 def mlp_part(
     layer: LayerWeights,
     config: LayerConfig,
@@ -70,6 +82,7 @@ def mlp_part(
     numerics: Numerics,
     used: Bool[Array, "batch tokens"] | None = None,
     embedded: Float[Array, "batch tokens embedded"] | None = None,
+    taps: Float[Array, "batch tokens taps hidden"] | None = None,
 ) -> tuple[Any, ...]:
     """Run a layer's attention output projection, its feed-forward, and the norms that read the layer's output.
 
@@ -83,6 +96,7 @@ def mlp_part(
         used: whether each row's result is used; None: all are. Experts that only other rows choose are not read.
         numerics: by which kernels, and with which promise of bits.
         embedded: the tokens' embeddings for this layer; None: it has none.
+        taps: taps of the convolution of the attention's output (`jspec.models.parts.block_conv`); None: there is none.
 
     Returns:
         The residual stream after the layer, then its normed value for each norm. If there are no norms, the residual
@@ -90,13 +104,16 @@ def mlp_part(
     """
     add_norm = partial(add_rms_norm, eps=eps, factor=config.residual_scale, **numerics.options)
     delta = product(numerics)(attended, layer.o)
+    delta = delta if taps is None else block_conv.after(delta, taps)
     before = (layer.mlp_norm, layer.experts_norm, layer.router_norm)
     own_norms = [norm for norm in before if norm is not None]
     is_dense = isinstance(config.mlp, Dense)  # the router of experts reads inputs that are not rounded
-    quantize_output = bool(own_norms) and is_dense and has_dynamic_activations(layer.gate_up)
+    quantize_output = bool(own_norms) and is_dense and layer.mlp_taps is None and has_dynamic_activations(layer.gate_up)
     options: dict[str, Any] = {"post_norm": layer.attn_post_norm, "quantize_output": quantize_output}
     residual, *normed = add_norm(residual, delta, *own_norms, bias=layer.o_bias, **options)
-    delta = feed_forward(normed or [residual], layer, config.mlp, used, eps=eps, numerics=numerics)
+    normed, taps = convolved(layer.mlp_taps, layer.mlp_taps_project, normed or [residual], numerics)
+    delta = feed_forward(normed, layer, config.mlp, used, eps=eps, numerics=numerics)
+    delta = delta if taps is None else block_conv.after(delta, taps)
     post_norm = layer.mlp_post_norm
     if embedded is not None:
         (residual,) = add_norm(residual, delta, post_norm=post_norm)

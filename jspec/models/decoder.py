@@ -20,7 +20,7 @@ from jspec.core.foreign_names import keywords_checked
 from jspec.core.numerics import AUTO, Numerics
 from jspec.core.records import TokenBatch
 from jspec.models import load
-from jspec.models.block import Norm, mlp_part
+from jspec.models.block import Norm, convolved, mlp_part
 from jspec.models.config.decoder_config import ModelConfig
 from jspec.models.mlps.mlp_config import Dense
 from jspec.models.parts.layer_embeddings import LayerEmbeddings, embeddings_of
@@ -221,9 +221,11 @@ def run_layers(
         The states, counted as in `forward`.
     """
     states, eps = [x], model.config.norm_eps
-    # The input of gates, which stay unquantised, must not be quantised for qkv.
+    # The input of gates and of convolutions, which stay unquantised, must not be quantised for qkv.
     norms: list[list[Norm]] = [
-        [] if layer.attn_norm is None else [(layer.attn_norm, layer.qkv if layer.gates is None else None)]
+        []
+        if layer.attn_norm is None
+        else [(layer.attn_norm, layer.qkv if layer.gates is None and layer.attn_taps is None else None)]
         for layer in model.layers[1:]
     ]
     norms.append([(model.norm, None)])
@@ -231,6 +233,7 @@ def run_layers(
         options: dict[str, Any] = {"eps": eps, "numerics": numerics, "used": used}
         options |= {} if embedded is None else {"embedded": embedded[index]}
         with jax.named_scope(f"layer{index}"):
-            x, normed = mlp_part(layer, config, mix(index, normed), x, after, **options)
+            (normed,), taps = convolved(layer.attn_taps, layer.attn_taps_project, [normed], numerics)
+            x, normed = mlp_part(layer, config, mix(index, normed), x, after, taps=taps, **options)
         states.append(x)
     return [*states, normed]

@@ -23,6 +23,7 @@ from jspec import (
     Beside,
     Completion,
     DFlash,
+    DFlash2,
     Drafter,
     DraftModel,
     DSpark,
@@ -107,6 +108,7 @@ DRAFTERS: dict[str, Callable[[], Drafter | None]] = {
     "reduced dflash": lambda: DFlash(
         tiny.dflash_head(target(), block_size=4, feature_layers=(0, 1)), "chain:3", draft_vocab=range(3, 32)
     ),
+    "dflash2": lambda: DFlash2(tiny.dflash2_head(target(), block_size=4, feature_layers=(0, 1)), "topk:8,3,3"),
     "dspark": lambda: DSpark(tiny.dspark_head(target(), block_size=4, feature_layers=(0, 1)), "chain:3"),
     "medusa": lambda: Medusa(tiny.medusa_heads(target(), heads=2)),
     "ngram": lambda: NGram("chain:2"),
@@ -189,7 +191,10 @@ def drafts(drafter: str, **options: Any) -> tuple[np.ndarray, np.ndarray]:
     "drafter",
     [
         "dspark",
-        *(pytest.param(name, marks=pytest.mark.matrix) for name in ("dflash", "reduced dflash", "eagle3 chain")),
+        *(
+            pytest.param(name, marks=pytest.mark.matrix)
+            for name in ("dflash", "dflash2", "reduced dflash", "eagle3 chain")
+        ),
     ],
 )
 def test_drafts_on_several_devices_are_those_of_one_device(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,11 @@ class LayerWeights:
     embed_gate: Float[Array, "embedded hidden"] | None = optional()  # gate of the layer's own embedding
     embed_out: Float[Array, "hidden embedded"] | None = optional()  # projection of the gated embedding
     embed_post_norm: Float[Array, "hidden"] | None = optional()  # norm of the projected embedding
+    # Weights of convolutions over the tokens of a block (`jspec.models.parts.block_conv`).
+    attn_taps: Float[Array, "sides taps hidden"] | None = optional()
+    attn_taps_project: Float[Array, "kernels hidden"] | None = optional()
+    mlp_taps: Float[Array, "sides taps hidden"] | None = optional()
+    mlp_taps_project: Float[Array, "kernels hidden"] | None = optional()
     output_scale: Float[Array, "one"] | None = optional()  # factor of the residual stream after the layer
     sinks: Float[Array, "heads"] | None = optional()  # score of each query head's sink
     # Weights of mixers that keep a state by slot, whose qkv and o are the projections before and after them.

@@ -20,6 +20,7 @@ from convert.orbax import unflatten
 from jspec.models.config.decoder_config import ModelConfig
 from jspec.models.config.layer_config import LayerConfig
 from jspec.models.mlps.mlp_config import Dense, Experts
+from jspec.models.parts.block_conv import conv_params
 from jspec.models.parts.layer_embeddings import embedding_params, gate_params
 from jspec.models.parts.param_spec import Params, ParamSpec, norm, prefixed
 from jspec.models.weights.quantize import quantize_parameters
@@ -49,6 +50,8 @@ def layer_params(layer: LayerConfig, hidden: int, inputs: int, norm_dtype: str |
         params |= {name: norm(hidden, dtype=norm_dtype) for name in EXPERT_NORMS}
     if layer.embedded:
         params |= gate_params(hidden, layer.embedded, norm_dtype)
+    if layer.block_taps:
+        params |= conv_params(hidden, layer.block_taps, layer.block_group)
     return params | mixer
 
 
