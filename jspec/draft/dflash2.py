@@ -58,9 +58,13 @@ class DFlash2(DFlash):
 
     def bind(self, target: Model) -> BoundDFlash2:
         bound, config = super().bind(target), self.head.config
-        scales = dict(embed_scale=config.input_scale, logit_divisor=1 / config.output_multiplier)
-        decoder = replace(bound.model.config, **scales, logit_softcap=config.output_softcap)
-        model = bound.model.replace(config=decoder)
+        decoder = replace(
+            bound.model.config,
+            embed_scale=config.input_scale,
+            logit_divisor=1 / config.output_multiplier,
+            logit_softcap=config.output_softcap,
+        )
+        model = replace(bound.model, config=decoder)
         return BoundDFlash2(**{**vars(bound), "model": model}, selector=self.head.selector)
 
     def draft(self, params: BoundDFlash2, state: list[KVPool], view: SlotView) -> tuple[Draft, list[KVPool]]:  # type: ignore[override]

@@ -223,9 +223,7 @@ def run_layers(
     states, eps = [x], model.config.norm_eps
     # The input of gates and of convolutions, which stay unquantised, must not be quantised for qkv.
     norms: list[list[Norm]] = [
-        []
-        if layer.attn_norm is None
-        else [(layer.attn_norm, layer.qkv if layer.gates is None and layer.attn_taps is None else None)]
+        [] if layer.attn_norm is None else [(layer.attn_norm, layer.qkv if layer.reads_input_once else None)]
         for layer in model.layers[1:]
     ]
     norms.append([(model.norm, None)])

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 
 from jspec.core.numerics import Numerics
 from jspec.models.parts.param_spec import ParamSpec
-from pallas_kernels.layers.partial_sums import PartialSums, with_scales
+from pallas_kernels.layers.partial_sums import with_scales
 from pallas_kernels.layers.products import matmul
 
 SIDES = 2  # before and after
@@ -62,8 +62,13 @@ def before(
     return _convolved(x, kernels[..., 0, :, :]).astype(x.dtype), kernels[..., 1, :, :]
 
 
-def after(sums: PartialSums, kernels: Float[Array, "batch tokens taps hidden"]) -> Float[Array, "parts *rows hidden"]:
-    """Return the convolved output of a part of a layer; as it is linear, each partial sum is convolved alone."""
+def after(sums: Any, kernels: Float[Array, "batch tokens taps hidden"]) -> Float[Array, "parts *rows hidden"]:
+    """Return the convolved output of a part of a layer; as it is linear, each partial sum is convolved alone.
+
+    Args:
+        sums: partial sums of the output of an attention or of a dense feed-forward.
+        kernels: the taps of each token, from `before`.
+    """
     return _convolved(with_scales(sums), kernels)
 
 

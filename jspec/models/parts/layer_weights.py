@@ -70,3 +70,8 @@ class LayerWeights:
     experts_norm: Float[Array, "hidden"] | None = optional()  # norm before the experts
     experts_post_norm: Float[Array, "hidden"] | None = optional()  # norm of the sum of the experts' outputs
     shared_post_norm: Float[Array, "hidden"] | None = optional()  # norm of the shared expert's output
+
+    @property
+    def reads_input_once(self) -> bool:
+        """Whether the layer's QKV projection is all that reads the normed input of the mixer."""
+        return self.gates is None and self.attn_taps is None
