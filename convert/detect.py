@@ -14,6 +14,7 @@ KINDS = {  # kinds of checkpoints, and the class or function that loads each
     "medusa": "Medusa.from_pretrained",
     "dflash": "DFlash.from_pretrained",
     "dspark": "DSpark.from_pretrained",
+    "dflash2": "DFlash2.from_pretrained",
 }
 MEDUSA_BLOCK = re.compile(r"([0-9]{1,6})\.([0-9]{1,6})\.linear\.(weight|bias)")
 
@@ -27,8 +28,9 @@ OTHER_TENSORS = {
 LATER_TENSORS = re.compile(r"(?:model\.)?mtp(_layers)?\..*")
 LATER_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")  # keys: number of layers with such tensors
 LATER_LAYER = re.compile(r"(?:.*\.)?layers\.([0-9]{1,6})\.eh_proj\..*")
-OTHER_ARCHITECTURES = ("DFlash2", "DSpine", "Domino")
+OTHER_ARCHITECTURES = ("DSpine", "Domino")
 MOST_LATER = 2048  # layers that are left out; a config may count more
+SELECTOR = "candidate_selector."  # prefix of tensors that DFlash2 adds to a DFlash head
 DSPARK_HEADS = ("markov_head.", "confidence_head.")  # prefixes of tensors that DSpark adds to a DFlash head
 
 
@@ -58,7 +60,7 @@ def kind_of(config: Fields, names: Collection[str], families: Iterable[str]) -> 
     is_peagle = is_peagle or config.flag("parallel_drafting")
     if "pard_token" in config and not is_peagle:
         others.append("PARD (a draft model that drafts in parallel)")
-    if speculators not in ("", "eagle3", "peagle", "dflash", "dspark"):
+    if speculators not in ("", "eagle3", "peagle", "dflash", "dspark", "dflash2"):
         others.append(f"speculators_model_type {short(speculators)}")
     kind = _kind(config, bare, is_peagle=is_peagle)
     if _has_later(config, bare, is_model=kind == "target" and any("layers.0." in name for name in bare)):
@@ -100,9 +102,11 @@ def _kind(config: Fields, bare: Collection[str], *, is_peagle: bool) -> str:
         return "peagle"
     if any(MEDUSA_BLOCK.fullmatch(name) for name in bare):
         return "medusa"
+    if any(name.startswith(SELECTOR) for name in bare):
+        return "dflash2"
     if any(name.startswith(DSPARK_HEADS) for name in bare):
         return "dspark"
-    is_block = speculators in ("dflash", "dspark") or "DFlash" in architectures or "DSpark" in architectures
+    is_block = speculators in ("dflash", "dspark", "dflash2") or "DFlash" in architectures or "DSpark" in architectures
     if is_block or "hidden_norm.weight" in bare:
         return "dflash"
     eagle3 = speculators or "d2t" in bare or "Eagle3" in architectures

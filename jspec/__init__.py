@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from jspec.draft.base import Drafter
     from jspec.draft.beside import Beside
     from jspec.draft.dflash import DFlash
+    from jspec.draft.dflash2 import DFlash2
     from jspec.draft.draft_model import DraftModel
     from jspec.draft.draft_vocab import frequent_tokens
     from jspec.draft.dspark import DSpark
@@ -39,6 +40,7 @@ MODULES = {  # the module that defines each public name, except the names of mod
     "Chunk": "jspec.engine.request.request",
     "Completion": "jspec.engine.request.request",
     "DFlash": "jspec.draft.dflash",
+    "DFlash2": "jspec.draft.dflash2",
     "DSpark": "jspec.draft.dspark",
     "DraftModel": "jspec.draft.draft_model",
     "Drafter": "jspec.draft.base",
@@ -68,6 +70,7 @@ __all__ = [
     "Chunk",
     "Completion",
     "DFlash",
+    "DFlash2",
     "DSpark",
     "DraftModel",
     "Drafter",

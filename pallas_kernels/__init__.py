@@ -9,6 +9,7 @@ from pallas_kernels.attention.latent import append_latent
 from pallas_kernels.attention.paged_attention import paged_attention
 from pallas_kernels.attention.prompt_attention import prompt_attention
 from pallas_kernels.attention.rope_append import HeadTransform, rotate_append
+from pallas_kernels.attention.rotate_queries import rotate_queries
 from pallas_kernels.layers.dense.deterministic_matmul import deterministic_matmul
 from pallas_kernels.layers.gated_matmul import gated_matmul
 from pallas_kernels.layers.norm_columns import norm_columns
@@ -41,6 +42,7 @@ __all__ = [
     "prompt_attention",
     "quantize_rows",
     "rotate_append",
+    "rotate_queries",
     "sample_tokens",
     "sampling_threshold",
     "scatter_rows",

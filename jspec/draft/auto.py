@@ -18,6 +18,7 @@ from jspec.core.config import DEQUANTIZE
 from jspec.core.tree import DEFAULT_TREE, Tree
 from jspec.draft.base import Drafter
 from jspec.draft.dflash import DFlash
+from jspec.draft.dflash2 import DFlash2
 from jspec.draft.draft_model import DraftModel
 from jspec.draft.dspark import DSpark
 from jspec.draft.eagle import Eagle, Eagle3
@@ -30,7 +31,7 @@ from jspec.models.load import FormatOf
 
 # The drafter of each kind of checkpoint; a target's folder also is a draft model's.
 DRAFTERS: Mapping[str, type[Pretrained]] = {
-    drafter.method: drafter for drafter in (DraftModel, Eagle3, PEagle, Eagle, Medusa, DFlash, DSpark)
+    drafter.method: drafter for drafter in (DraftModel, Eagle3, PEagle, Eagle, Medusa, DFlash, DFlash2, DSpark)
 }
 
 

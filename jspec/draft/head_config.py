@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self
 
 from convert.fields import CheckpointError, Fields
 from jspec.models.config.decoder_config import DecoderConfig, from_json
-from jspec.models.parts.checks import positive, unsupported
+from jspec.models.parts.checks import positive, positive_values, unsupported
 
 # Options of the forward pass that only EAGLE-3 heads have.
 EAGLE3_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "fuse")
@@ -22,6 +22,7 @@ OVERRIDABLE = {
     "eagle": {"rope_theta", "feature_layers"},
     "dflash": {"rope_theta", "feature_layers"},
     "dspark": {"rope_theta", "feature_layers"},
+    "dflash2": {"rope_theta", "feature_layers"},
     "medusa": set(),
     "mtp": {"norm_output"},
 }
@@ -317,6 +318,42 @@ class DSparkConfig(DFlashConfig):
         return self.confidence_head and self.confidence_head_with_markov
 
 
+@dataclass(frozen=True, kw_only=True)
+class DFlash2Config(DFlashConfig):
+    """The config of a DFlash2 head, a DFlash head with convolutions in its layers and a selector of candidates.
+
+    Attributes:
+        selector_rank: number of channels of the selector.
+        selector_top_k: number of candidates at each depth.
+        input_scale: factor of the embedding.
+        output_multiplier: factor of the logits.
+        output_softcap: limit c of the logits x after the factor, which become c * tanh(x / c); None: no limit.
+    """
+
+    method: ClassVar[str] = "dflash2"
+
+    selector_rank: int
+    selector_top_k: int
+    input_scale: float = 1.0
+    output_multiplier: float = 1.0
+    output_softcap: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        positive("head config", self, ("selector_rank", "selector_top_k"))
+        positive_values("head config", {name: getattr(self, name) for name in ("input_scale", "output_multiplier")})
+        if self.output_softcap is not None:
+            positive_values("head config", {"output_softcap": self.output_softcap})
+        group = self.layers[0].block_group
+        if self.hidden_size % group:
+            raise CheckpointError(
+                "conv_group_size", f"expected a divisor of hidden_size ({self.hidden_size}), got {group}; correct "
+                "config.json",
+            )  # fmt: skip
+        if self.sample_from_anchor:
+            raise unsupported("sample_from_anchor", True, "false for a DFlash2 head, whose root drafts nothing")
+
+
 METHODS: dict[str, type[Eagle3Config] | type[EagleConfig] | type[MTPConfig] | type[DFlashConfig]] = {
     "eagle3": Eagle3Config,
     "peagle": PEagleConfig,
@@ -324,6 +361,7 @@ METHODS: dict[str, type[Eagle3Config] | type[EagleConfig] | type[MTPConfig] | ty
     "mtp": MTPConfig,
     "dflash": DFlashConfig,
     "dspark": DSparkConfig,
+    "dflash2": DFlash2Config,
 }
 
 

@@ -96,6 +96,7 @@ def _remedy(source: Any) -> str:
         "EagleHead": "jspec.Eagle3(head), jspec.PEagle(head), jspec.Eagle(head) or jspec.MTP(head)",
         "MedusaHeads": "jspec.Medusa(heads)",
         "DFlashHead": "jspec.DFlash(head)",
+        "DFlash2Head": "jspec.DFlash2(head)",
         "DSparkHead": "jspec.DSpark(head)",
     }
     call = calls.get(type(source).__name__)

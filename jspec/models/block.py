@@ -19,6 +19,9 @@ from jspec.core.numerics import Numerics
 from jspec.models.config.layer_config import LayerConfig
 from jspec.models.mlps.experts import mix_experts
 from jspec.models.mlps.mlp_config import Dense, Experts
+from jspec.models.mlps.normed_experts import mix_normed_experts
+from jspec.models.parts import block_conv
+from jspec.models.parts.layer_embeddings import gated_embedding
 from jspec.models.parts.layer_weights import LayerWeights
 from jspec.models.parts.layers import mlp, product
 from pallas_kernels.layers.partial_sums import PartialSums
@@ -30,23 +33,42 @@ Norm = tuple[Float[Array, "hidden"], Weight | None]
 
 
 def feed_forward(
-    x: Inputs, layer: LayerWeights, config: Dense | Experts, used: Array | None, numerics: Numerics
+    inputs: Sequence[Any],
+    layer: LayerWeights,
+    config: Dense | Experts,
+    used: Array | None,
+    *,
+    eps: float,
+    numerics: Numerics,
 ) -> PartialSums | tuple[Array, ...]:
     """Apply a layer's feed-forward, dense or a mixture of experts.
 
     Args:
-        x: normed input [batch, tokens, hidden].
+        inputs: normed input [batch, tokens, hidden], or one for each norm before a mixture with several.
         layer: weights of the layer.
         config: config of the feed-forward.
-        used, numerics: as for `mlp_part`.
+        used, eps, numerics: as for `mlp_part`.
 
     Returns:
         Partial sums of the output, [parts, batch, tokens, hidden], or several arrays of these.
     """
+    if isinstance(config, Experts) and config.has_norms:
+        return mix_normed_experts(inputs, layer, config, used, eps=eps, numerics=numerics)
     if isinstance(config, Experts):
-        return mix_experts(x, layer, config, used, numerics)
+        return mix_experts(inputs[0], layer, config, used, numerics)
     assert layer.gate_up is not None and layer.down is not None
-    return mlp(x, layer.gate_up, layer.down, numerics, activation=config.activation)
+    return mlp(inputs[0], layer.gate_up, layer.down, numerics, activation=config.activation)
+
+
+def convolved(
+    taps: Array | None, project: Array | None, inputs: list[Any], numerics: Numerics
+) -> tuple[list[Any], Array | None]:
+    """Return the inputs of a part of a layer, convolved if it has taps, and the taps of its output, or None."""
+    if taps is None or project is None:
+        return inputs, None
+    (x,) = inputs
+    x, of_output = block_conv.before(x, taps, project, numerics)
+    return [x], of_output
 
 
 def mlp_part(
@@ -59,6 +81,8 @@ def mlp_part(
     eps: float,
     numerics: Numerics,
     used: Bool[Array, "batch tokens"] | None = None,
+    embedded: Float[Array, "batch tokens embedded"] | None = None,
+    taps: Float[Array, "batch tokens taps hidden"] | None = None,
 ) -> tuple[Any, ...]:
     """Run a layer's attention output projection, its feed-forward, and the norms that read the layer's output.
 
@@ -71,6 +95,8 @@ def mlp_part(
         eps: epsilon of the norms.
         used: whether each row's result is used; None: all are. Experts that only other rows choose are not read.
         numerics: by which kernels, and with which promise of bits.
+        embedded: the tokens' embeddings for this layer; None: it has none.
+        taps: taps of the convolution of the attention's output (`jspec.models.parts.block_conv`); None: there is none.
 
     Returns:
         The residual stream after the layer, then its normed value for each norm. If there are no norms, the residual
@@ -80,14 +106,22 @@ def mlp_part(
         add_rms_norm, eps=eps, post_eps=config.post_norm_eps, factor=config.residual_scale, **numerics.options
     )
     delta = product(numerics)(attended, layer.o)
-    own_norms = [] if layer.mlp_norm is None else [layer.mlp_norm]
+    delta = delta if taps is None else block_conv.after(delta, taps)
+    before = (layer.mlp_norm, layer.experts_norm, layer.router_norm)
+    own_norms = [norm for norm in before if norm is not None]
     is_dense = isinstance(config.mlp, Dense)  # the router of experts reads inputs that are not rounded
-    quantize_output = bool(own_norms) and is_dense and has_dynamic_activations(layer.gate_up)
+    quantize_output = bool(own_norms) and is_dense and layer.mlp_taps is None and has_dynamic_activations(layer.gate_up)
     options: dict[str, Any] = {"post_norm": layer.attn_post_norm, "quantize_output": quantize_output}
     residual, *normed = add_norm(residual, delta, *own_norms, bias=layer.o_bias, **options)
-    x = normed[0] if normed else residual
-    delta = feed_forward(x, layer, config.mlp, used, numerics)
+    normed, taps = convolved(layer.mlp_taps, layer.mlp_taps_project, normed or [residual], numerics)
+    delta = feed_forward(normed, layer, config.mlp, used, eps=eps, numerics=numerics)
+    delta = delta if taps is None else block_conv.after(delta, taps)
+    post_norm = layer.mlp_post_norm
+    if embedded is not None:
+        (residual,) = add_norm(residual, delta, post_norm=post_norm)
+        delta = gated_embedding(residual, layer, embedded, config.mlp.activation, numerics)
+        post_norm = layer.embed_post_norm
     quantize_output = bool(norms) and all(weight is not None and has_dynamic_activations(weight) for _, weight in norms)
-    options = {"post_norm": layer.mlp_post_norm, "scale": layer.output_scale, "quantize_output": quantize_output}
+    options = {"post_norm": post_norm, "scale": layer.output_scale, "quantize_output": quantize_output}
     residual, *normed = add_norm(residual, delta, *(norm for norm, _ in norms), **options)
     return residual, *(normed or [residual])

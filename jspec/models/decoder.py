@@ -20,13 +20,14 @@ from jspec.core.foreign_names import keywords_checked
 from jspec.core.numerics import AUTO, Numerics
 from jspec.core.records import TokenBatch
 from jspec.models import load
-from jspec.models.block import Norm, mlp_part
+from jspec.models.block import Norm, convolved, mlp_part
 from jspec.models.config.decoder_config import ModelConfig
 from jspec.models.mlps.mlp_config import Dense
+from jspec.models.parts.layer_embeddings import LayerEmbeddings, embeddings_of
 from jspec.models.parts.layer_weights import LayerWeights, optional
 from jspec.models.parts.layers import head_product, limited, norm_rows
 from jspec.models.parts.param_spec import Params
-from jspec.models.weights.params import model_params
+from jspec.models.weights.params import EMBEDDINGS, model_params
 from pallas_kernels.layers.gated_matmul import kernel_padding
 from pallas_kernels.layers.partial_sums import PartialSums, reduce_partials
 from pallas_kernels.layers.shard import look_up
@@ -51,6 +52,7 @@ class Model:
     config: ModelConfig = struct.field(pytree_node=False)
     # Mesh over whose devices the weights are divided (`jspec.models.weights.tensor_parallel`); None: they are not.
     mesh: Mesh | None = struct.field(pytree_node=False, default=None)
+    layer_embeddings: LayerEmbeddings | None = None  # embeddings that each token has for every layer; None: none
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -65,6 +67,7 @@ class Model:
     def from_weights(cls, config: ModelConfig, weights: Mapping[str, Any], mesh: Mesh | None = None) -> Model:
         """Make a model from its config and the tree of weights that `jspec.models.load.load` returns for a mesh."""
         layers = [Layer(**layer) for layer in weights["layers"]]
+        embeddings = weights.get(EMBEDDINGS)
         return cls(
             embed=weights["embed"],
             layers=layers,
@@ -72,6 +75,7 @@ class Model:
             head=weights.get("head"),
             config=config,
             mesh=mesh,
+            layer_embeddings=None if embeddings is None else LayerEmbeddings(**embeddings),
         )
 
     @classmethod
@@ -167,15 +171,20 @@ def forward(
     first_norm = model.layers[0].attn_norm
     if first_norm is not None:
         normed = norm_rows(x, first_norm, eps, batch.numerics)
-    new_cache = []
+    new_cache: list[Any] = []
 
     def mix(index: int, normed: Inputs) -> Any:
         mixer, layer = model.config.layers[index].mixer, model.layers[index]
-        mixed, state = mixer.mix(layer, normed, cache[index], batch, x.dtype, eps=eps)
-        new_cache.append(state)
+        state = cache[index] if mixer.source is None else new_cache[mixer.source]
+        mixed, state = mixer.mix(layer, normed, state, batch, x.dtype, eps=eps)
+        new_cache.append(state if mixer.source is None else cache[index])
         return mixed
 
-    states = run_layers(model, x, normed, mix, numerics=batch.numerics, used=used)
+    embedded = None
+    if model.layer_embeddings is not None:
+        tokens_of = batch.pack(batch.tokens)
+        embedded = embeddings_of(model.layer_embeddings, tokens_of, x, eps=eps, numerics=batch.numerics)
+    states = run_layers(model, x, normed, mix, numerics=batch.numerics, used=used, embedded=embedded)
     normed = states[-1]
     features = None
     if feature_layers:
@@ -198,6 +207,7 @@ def run_layers(
     *,
     numerics: Numerics,
     used: Bool[Array, "batch tokens"] | None = None,
+    embedded: Float[Array, "layers batch tokens embedded"] | None = None,
 ) -> list[Array]:
     """Run all layers and the final norm, with the caller's mixing of tokens.
 
@@ -207,19 +217,23 @@ def run_layers(
         normed: input of the first layer's mixer: ``x`` after the layer's norm, if it has one.
         mix: function of a layer's index and normed input that returns what its output projection multiplies.
         numerics, used: as for `jspec.models.block.mlp_part`.
+        embedded: the tokens' embeddings for each layer; None: they have none.
 
     Returns:
         The states, counted as in `forward`.
     """
     states, eps = [x], model.config.norm_eps
-    # The input of gates, which stay unquantised, must not be quantised for qkv.
+    # The input of gates and of convolutions, which stay unquantised, must not be quantised for qkv.
     norms: list[list[Norm]] = [
-        [] if layer.attn_norm is None else [(layer.attn_norm, layer.qkv if layer.gates is None else None)]
+        [] if layer.attn_norm is None else [(layer.attn_norm, layer.qkv if layer.reads_input_once else None)]
         for layer in model.layers[1:]
     ]
     norms.append([(model.norm, None)])
     for index, (layer, config, after) in enumerate(zip(model.layers, model.config.layers, norms, strict=True)):
+        options: dict[str, Any] = {"eps": eps, "numerics": numerics, "used": used}
+        options |= {} if embedded is None else {"embedded": embedded[index]}
         with jax.named_scope(f"layer{index}"):
-            x, normed = mlp_part(layer, config, mix(index, normed), x, after, eps=eps, numerics=numerics, used=used)
+            (normed,), taps = convolved(layer.attn_taps, layer.attn_taps_project, [normed], numerics)
+            x, normed = mlp_part(layer, config, mix(index, normed), x, after, taps=taps, **options)
         states.append(x)
     return [*states, normed]

@@ -40,6 +40,8 @@ def check_deterministic(target: Model, implementation: str) -> None:
     if implementation == "reference" or jax.default_backend() != "gpu":
         return
     weights: list[Any] = [w for layer in target.layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+    weights += [w for layer in target.layers for w in (layer.embed_gate, layer.embed_out)]
+    weights += [] if target.layer_embeddings is None else [target.layer_embeddings.projection]
     reasons = [unsupported_weight(weight) for weight in (*weights, target.output_head) if weight is not None]
     reasons += [_unsupported_mixer(layer.mixer, target.dtype) for layer in target.config.layers]
     experts: list[Any] = [(layer.experts_gate_up, layer.experts_down) for layer in target.layers]

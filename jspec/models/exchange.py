@@ -6,6 +6,7 @@ so arrays of a trainer on a GPU stay there.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
@@ -23,7 +24,7 @@ from convert.sources import Shape, Source, Tensor
 from jspec.models import families
 from jspec.models.config.decoder_config import ModelConfig
 from jspec.models.decoder import Layer, Model
-from jspec.models.load import IMAGES, text_names
+from jspec.models.load import OTHER_INPUTS, text_names
 from jspec.models.mlps.mlp_config import Experts
 from jspec.models.mlps.shared_expert import is_joined, join_layers
 
@@ -109,7 +110,7 @@ def _is_left_out(name: str, config: ModelConfig) -> bool:
     (bare,) = text_names([name])
     layer = re.match(r"model\.layers\.(\d+)\.", bare)
     return (
-        name.startswith(IMAGES)
+        name.startswith(tuple(itertools.chain(*OTHER_INPUTS.values())))
         or bool(LATER_TENSORS.fullmatch(bare))
         or (layer is not None and int(layer[1]) >= config.num_layers)
     )

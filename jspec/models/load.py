@@ -48,15 +48,13 @@ PREFIXES = {
     "model.language_model.": "model.",
 }
 PARTS = (
-    "vision_tower.",
-    "vision_model.",
-    "visual.",
-    "multi_modal_projector.",
-    "embed_vision.",
-    "vision_adapter.",
-    "vision_projection.",
+    *("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "embed_vision.", "vision_embedder."),
+    *("vision_adapter.", "vision_projection."),
 )
-IMAGES = (*PARTS, *(f"model.{part}" for part in PARTS))
+SOUND = ("audio_tower.", "embed_audio.")
+OTHER_INPUTS = {  # prefixes of the tensors for other inputs than text, by what these are
+    kind: (*parts, *(f"model.{part}" for part in parts)) for kind, parts in {"images": PARTS, "sound": SOUND}.items()
+}
 
 
 FromHF = Callable[[Fields, Source], tuple[Any, list[MapRow]]]
@@ -190,7 +188,7 @@ def text_model(fields: Fields, source: Source) -> tuple[Fields, dict[str, str]]:
     """Find the language model of a folder that also holds an image encoder; other folders are returned unchanged.
 
     Such a folder describes its language model in `text_config` and puts a prefix before the names of its tensors. The
-    tensors of the image encoder are removed from ``source``.
+    tensors of encoders of images and sound are removed from ``source``.
 
     Returns:
         The config of the language model, and the stored name of each tensor by its name without prefix. A packed tensor
@@ -201,9 +199,10 @@ def text_model(fields: Fields, source: Source) -> tuple[Fields, dict[str, str]]:
     text, tie = fields.object("text_config"), "tie_word_embeddings"
     tied = [part.flag(tie) for part in (fields, text) if part.get(tie) is not None]  # false may be a default
     text = Fields({**text, **({tie: any(tied)} if tied else {})}, f"{fields.place}: text_config")
-    if images := [name for name in source.tensors if name.startswith(IMAGES)]:
-        logger.warning("the model's %d tensors for images are left out: jspec reads text alone", len(images))
-    source.tensors = {name: tensor for name, tensor in source.tensors.items() if not name.startswith(IMAGES)}
+    for kind, prefixes in OTHER_INPUTS.items():
+        if count := sum(name.startswith(prefixes) for name in source.tensors):
+            logger.warning("the model's %d tensors for %s are left out: jspec reads text alone", count, kind)
+        source.tensors = {name: tensor for name, tensor in source.tensors.items() if not name.startswith(prefixes)}
     return text, text_names(source.tensors)
 
 

@@ -183,17 +183,18 @@ class MemoryPlanner:
     def _workspace(self, pool: PoolShape) -> int:
         """Estimate the temporary memory of the largest program, in bytes.
 
-        The estimate counts two copies of each token's outputs of all matrix products in one layer. For each draft node
-        and each piece of a prefill it also counts three copies of the logits: raw, with noise, and after top-k, top-p
-        and min-p. If the program applies controls, it counts a fourth copy for the edited logits. Products of many rows
-        with packed weights also write a widened copy of a weight, except on a Hopper GPU.
+        The estimate counts two copies of each token's outputs of all matrix products in one layer, and of its
+        embeddings for all layers. For each draft node and each piece of a prefill it also counts three copies of the
+        logits: raw, with noise, and after top-k, top-p and min-p. If the program applies controls, it counts a fourth
+        copy for the edited logits. Products of many rows with packed weights also write a widened copy of a weight,
+        except on a Hopper GPU.
         """
         assert self.config.prefill_buckets is not None
         model_config, tree = self.params.main.config, self.program.drafter.tree
         heads = max(layer.mixer.row_size for layer in model_config.layers)
         features = len(self.program.feature_layers) * model_config.hidden_size
         inner = max(layer.mlp.row_size(model_config.hidden_size) for layer in model_config.layers)
-        token = 2 * (inner + 2 * heads + 4 * model_config.hidden_size + features)
+        token = 2 * (inner + 2 * heads + 4 * model_config.hidden_size + features + model_config.embedded_size)
         token *= self.params.main.embed.dtype.itemsize
         node = token + (3 + self.program.controls) * 4 * model_config.vocab_size
         size = self.config.prefill_buckets[-1]

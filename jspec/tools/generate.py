@@ -35,11 +35,20 @@ PRETRAINED = {  # the drafter of each option that names a folder
     "eagle": "Eagle",
     "medusa": "Medusa",
     "dflash": "DFlash",
+    "dflash2": "DFlash2",
     "dspark": "DSpark",
     "mtp": "MTP",
     "draft_model": "DraftModel",
 }
-HEADS = ("eagle3", "peagle", "eagle", "dflash", "dspark", "mtp")  # drafters that may use the target's output head
+HEADS = (
+    "eagle3",
+    "peagle",
+    "eagle",
+    "dflash",
+    "dflash2",
+    "dspark",
+    "mtp",
+)  # drafters that may use the target's output head
 QUANTIZABLE = (*HEADS, "draft_model")
 
 

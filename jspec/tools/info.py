@@ -13,7 +13,15 @@ import numpy as np
 from convert import hub, orbax
 from convert.orbax import Header
 from jspec.draft import auto
-from jspec.draft.head_config import DFlashConfig, DSparkConfig, Eagle3Config, EagleConfig, HeadConfig, PEagleConfig
+from jspec.draft.head_config import (
+    DFlash2Config,
+    DFlashConfig,
+    DSparkConfig,
+    Eagle3Config,
+    EagleConfig,
+    HeadConfig,
+    PEagleConfig,
+)
 from jspec.draft.medusa import MedusaConfig
 from jspec.engine.request.model_sampling import AUTO, FILE, model_sampling
 from jspec.engine.text.tokenizer import load_tokenizer
@@ -29,6 +37,7 @@ METHODS = {  # names of methods
     "eagle": "EAGLE-1/2",
     "dflash": "DFlash",
     "dspark": "DSpark",
+    "dflash2": "DFlash2",
 }
 
 
@@ -137,6 +146,10 @@ def _block(config: DFlashConfig | PEagleConfig) -> list[str]:
     if isinstance(config, DFlashConfig):
         size = f"{config.block_size} tokens with the root, of which {config.max_depth} draft"
     lines = [f"block: {size}, mask token {config.mask_token_id}"]
+    if isinstance(config, DFlash2Config):
+        layer = config.layers[0]
+        lines.append(f"convolutions: {layer.block_taps} taps, groups of {layer.block_group} channels")
+        lines.append(f"selector: rank {config.selector_rank}, {config.selector_top_k} candidates")
     if isinstance(config, DSparkConfig):
         kind, rank = config.markov_head_type, config.markov_rank
         inputs = "state and Markov embedding" if config.confidence_head_with_markov else "state"

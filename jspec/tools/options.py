@@ -49,6 +49,7 @@ def _add_drafter_arguments(group: argparse._ArgumentGroup) -> None:
     drafters.add_argument("--eagle", metavar="PATH", help="draft with an EAGLE-1 or EAGLE-2 head")
     drafters.add_argument("--medusa", metavar="PATH", help="draft with Medusa heads")
     drafters.add_argument("--dflash", metavar="PATH", help="draft with a DFlash head")
+    drafters.add_argument("--dflash2", metavar="PATH", help="draft with a DFlash2 head")
     drafters.add_argument("--dspark", metavar="PATH", help="draft with a DSpark head")
     drafters.add_argument("--mtp", metavar="PATH", help="draft with the target's own layer for this, of its folder")
     drafters.add_argument("--draft-model", metavar="PATH", help="draft with a smaller model")

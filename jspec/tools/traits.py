@@ -29,6 +29,8 @@ def describe_layers(config: DecoderConfig) -> list[str]:
         f"feed-forward: {_forms([_feed_forward(layer.mlp) for layer in layers], len(layers))}",
     ]
     if isinstance(config, ModelConfig):
+        if size := layers[0].embedded:
+            lines.append(f"embeddings: {size} channels of each token for each layer")
         lines.append(f"norms: {_forms([NORMS[layer.norms] for layer in layers], len(layers))}")
     factors = _factors(config)
     return [*lines, f"factors: {', '.join(factors)}"] if factors else lines
@@ -54,6 +56,8 @@ def _feed_forward(config: Dense | Experts) -> str:
         parts.append(f"times {router.factor:g}")
     if router.correction:
         parts.append("choice corrected")
+    if router.scaled:
+        parts.append("a factor of each expert")
     if config.bias:
         parts.append("biases")
     if config.limit is not None:
@@ -62,6 +66,8 @@ def _feed_forward(config: Dense | Experts) -> str:
         parts.append("weights of the inputs")
     if config.shared:
         parts.append(f"shared expert of {config.shared} channels{' with a factor' if config.gates_shared else ''}")
+    if config.has_norms:
+        parts.append("norms of the experts and of the shared expert")
     return ", ".join(parts)
 
 

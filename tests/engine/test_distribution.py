@@ -16,6 +16,7 @@ from jspec import (
     MTP,
     Beside,
     DFlash,
+    DFlash2,
     Drafter,
     DraftModel,
     DSpark,
@@ -233,6 +234,9 @@ BLOCKS: dict[str, Callable[[Model, Tree], Drafter]] = {
     "peagle": lambda target, tree: PEagle(tiny.peagle_head(target, draft_vocab=VOCAB, feature_layers=(0, 1)), tree),
     "mtp": lambda target, tree: MTP(tiny.mtp_head(target), tree),
     "dflash": lambda target, tree: DFlash(tiny.dflash_head(target, block_size=4, feature_layers=(0, 1)), tree),
+    "dflash2": lambda target, tree: DFlash2(
+        tiny.dflash2_head(target, block_size=4, feature_layers=(0, 1), candidates=3), tree
+    ),
     "dspark": lambda target, tree: DSpark(tiny.dspark_head(target, block_size=3, feature_layers=(0, 1)), tree),
     "rnn": lambda target, tree: DSpark(
         tiny.dspark_head(target, block_size=3, feature_layers=(0, 1), markov="rnn"), tree
@@ -246,7 +250,7 @@ BLOCKS: dict[str, Callable[[Model, Tree], Drafter]] = {
     [
         *(
             (name, accept, tree)
-            for name in ("dflash", "dspark")
+            for name in ("dflash", "dflash2", "dspark")
             for accept, tree in (
                 ("block", Tree.chain(3)),
                 ("traversal", PAIRS),
@@ -256,6 +260,7 @@ BLOCKS: dict[str, Callable[[Model, Tree], Drafter]] = {
         ),
         ("dspark", "rejection", Tree.chain(3)),
         ("dflash", "rejection", Tree.chain(3)),
+        ("dflash2", "rejection", Tree.chain(3)),
         ("rnn", "rejection", Tree.chain(3)),
         ("mtp", "rejection", Tree.chain(3)),
         ("mtp", "multi_candidate", PAIRS),

@@ -14,6 +14,7 @@ from jspec import (
     MTP,
     Completion,
     DFlash,
+    DFlash2,
     Drafter,
     DraftModel,
     DSpark,
@@ -38,7 +39,7 @@ STATIC = "static:0,1,2,0.0,0.1,1.0,2.0,2.1,2.1.0"  # at every level the last sib
 DYNAMIC = "topk:12,4,3"
 TREES = ("chain:1", "chain:2", "chain:5", STATIC, DYNAMIC)
 DRAFTERS = (
-    *("eagle3", "peagle", "eagle", "mtp", "dflash", "dspark", "medusa", "small", "ngram", "suffix"),
+    *("eagle3", "peagle", "eagle", "mtp", "dflash", "dflash2", "dspark", "medusa", "small", "ngram", "suffix"),
     *("right", "wrong", "random"),
 )
 FAKES = ("right", "wrong", "random")
@@ -90,6 +91,7 @@ def make_drafter(
         "eagle": lambda: Eagle(tiny.eagle1_head(target), tree),
         "mtp": lambda: MTP(tiny.mtp_head(target), tree),
         "dflash": lambda: DFlash(tiny.dflash_head(target, block_size=6, feature_layers=(1, 3, 4)), tree),
+        "dflash2": lambda: DFlash2(tiny.dflash2_head(target, block_size=6, feature_layers=(1, 3, 4)), tree),
         "dspark": lambda: DSpark(tiny.dspark_head(target, block_size=5, feature_layers=(1, 3, 4)), tree),
         "medusa": lambda: Medusa(tiny.medusa_heads(target, heads=5), tree),
         "small": lambda: DraftModel(pair.small, tree),
@@ -248,6 +250,8 @@ MORE = (  # -m long; the whole product: -m matrix
     ("random", "peagle", STATIC, 1, (1, 20)),
     ("trained", "peagle", "chain:5", 64, (20,)),
     ("random", "mtp", DYNAMIC, 64, (1, 20)),
+    ("random", "dflash2", DYNAMIC, 64, (20,)),
+    ("random", "dflash2", STATIC, 1, (1, 20)),
     ("random", "dspark", DYNAMIC, 64, (20,)),
     ("random", "dspark", STATIC, 1, (1, 20)),
     ("trained", "dspark", "chain:5", 1, (20,)),

@@ -23,6 +23,7 @@ from jspec import (
     Beside,
     Completion,
     DFlash,
+    DFlash2,
     Drafter,
     DraftModel,
     DSpark,
@@ -43,7 +44,7 @@ from jspec.engine.schedule.program_choice import gathering
 from jspec.models.mlps.mlp_config import Router
 from jspec.models.weights.quantize import quantize_weights
 from pallas_kernels.layers.shard import AXIS, Shard
-from tests.support import cover, engines, lettered, tiny
+from tests.support import cover, engines, folders, lettered, tiny
 from tests.support.beside import check_sources
 from tests.support.devices import check_devices_equal
 from tests.support.recordings import recording
@@ -66,20 +67,12 @@ WIDTHS = {32, 62}  # of gathered draft logits and logits on two devices
 OPTIONS: dict[str, Any] = dict(slots=6, max_len=64, buckets=(6,), prefill_buckets=(96,))
 LLAMA_OPTIONS: dict[str, Any] = {**OPTIONS, "controls": False}  # fewer traits, which compile sooner
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4")
+EXPERTS = ("qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "llama4_text", "minimax_m2", "laguna")
 DENSE = (
-    "gemma2",
-    "gemma3_text",
-    "gemma4_text",
-    "granite",
-    "llama",
-    "mistral",
-    "muse_glimmer",
-    "olmo3",
-    "phi3",
-    "qwen2",
-    "qwen3",
+    *("gemma2", "gemma3_text", "gemma4_text", "gemma4_e2b", "granite", "llama", "mistral", "muse_glimmer"),
+    *("olmo3", "phi3", "qwen2", "qwen3"),
 )
-FAMILIES = (*DENSE, "qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "llama4_text", "minimax_m2", "laguna", *LATENT)
+FAMILIES = (*DENSE, *EXPERTS, *LATENT)
 
 
 @cache
@@ -119,6 +112,7 @@ DRAFTERS: dict[str, Callable[[], Drafter | None]] = {
     "reduced dflash": lambda: DFlash(
         tiny.dflash_head(target(), block_size=4, feature_layers=(0, 1)), "chain:3", draft_vocab=range(3, 32)
     ),
+    "dflash2": lambda: DFlash2(tiny.dflash2_head(target(), block_size=4, feature_layers=(0, 1)), "topk:8,3,3"),
     "dspark": lambda: DSpark(tiny.dspark_head(target(), block_size=4, feature_layers=(0, 1)), "chain:3"),
     "medusa": lambda: Medusa(tiny.medusa_heads(target(), heads=2)),
     "ngram": lambda: NGram("chain:2"),
@@ -201,7 +195,10 @@ def drafts(drafter: str, **options: Any) -> tuple[np.ndarray, np.ndarray]:
     "drafter",
     [
         "dspark",
-        *(pytest.param(name, marks=pytest.mark.matrix) for name in ("dflash", "reduced dflash", "eagle3 chain")),
+        *(
+            pytest.param(name, marks=pytest.mark.matrix)
+            for name in ("dflash", "dflash2", "reduced dflash", "eagle3 chain")
+        ),
     ],
 )
 def test_drafts_on_several_devices_are_those_of_one_device(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,16 +267,14 @@ def test_device_that_sums_in_another_order_is_caught(monkeypatch: pytest.MonkeyP
         jax.clear_caches()
 
 
-UNDIVIDED = tuple((family, 4) for family in (*LATENT, "minimax_m2", "laguna"))  # these have six experts
-FAMILIES_BY_DEFAULT = tuple((family, 2) for family in ("gpt_oss", "deepseek_v3"))
-LONG_FAMILIES = (
-    ("gemma4_text", 2),
-    ("glm4_moe", 2),
-    ("llama4_text", 2),
-    ("mistral4", 2),
-    ("minimax_m2", 2),
-    ("muse_glimmer", 2),
-    ("laguna", 2),
+# These have six experts, and two query heads.
+UNDIVIDED = tuple((family, 4) for family in (*LATENT, "minimax_m2", "laguna", "gemma4_e2b"))
+FAMILIES_BY_DEFAULT = tuple((family, 2) for family in ("gpt_oss", "deepseek_v3", "gemma4_e2b"))
+LONG_FAMILIES = tuple(
+    (family, 2)
+    for family in (
+        *("gemma4_text", "glm4_moe", "llama4_text", "deepseek_v2", "mistral4", "minimax_m2", "muse_glimmer", "laguna"),
+    )
 )
 
 
@@ -328,6 +323,24 @@ def test_family_on_several_devices_emits_the_greedy_tokens_of_transformers(
             done = engine.generate(prompts, SamplingParams(max_tokens=64, temperature=0))
             assert [one.token_ids for one in done] == wanted
             assert time == 0 or done[2].metrics.num_cached_tokens >= 64
+
+
+@pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_experts_with_norms_of_their_own_give_the_same_tokens_on_several_devices(
+    devices: int, golden: Path, tmp_path: Path
+) -> None:
+    """The recorded target has five experts; here it has four. A device has some experts, and some channels beside."""
+    folder = golden / "families" / "gemma4_26b_a4b"
+    fields, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    cut = {name: values[:4] if len(values) == 5 else values for name, values in tensors.items()}
+    folders.write(tmp_path, {**fields, "num_experts": 4}, cut)
+    prompts, found = [recording(folder / "expect.npz")[f"prompt{i}"].tolist() for i in range(3)], []
+    own: dict[str, Any] = dict(slots=3, max_len=160, buckets=(3,), prefill_buckets=(32,), page_size=8)
+    for count in (1, devices):
+        with Engine.from_pretrained(tmp_path, dtype="float32", tensor_parallel=count, eos_ids=(), **own) as engine:
+            done = engine.generate(prompts, SamplingParams(max_tokens=32, temperature=0))
+            found.append([one.raise_for_error().token_ids for one in done])
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(

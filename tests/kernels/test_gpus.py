@@ -29,6 +29,7 @@ from pallas_kernels import (
     paged_attention,
     quantize_rows,
     rotate_append,
+    rotate_queries,
     sample_tokens,
     sampling_threshold,
     scatter_rows,
@@ -133,6 +134,16 @@ def latent_rows(rows: int, heads: int, size: int = 512, inner: tuple[int, int] =
     weights = [shape(heads, channels, size) for channels in inner]
     cache = *pool, shape(1, 128, dtype=I32), shape(1, dtype=I32), shape(1, rows, dtype=jnp.bool)
     return run, (q, weights[0], tables, weights[1], shape(1, rows, size + 64), *cache)
+
+
+def rotated_queries(dim: int) -> Case:
+    """Return the case of queries without keys, with norms and rotation."""
+
+    def run(sums: Any, tables: Any, weight: Any) -> Any:
+        own = HeadTransform(tables, q_norm=weight, eps=1e-6)
+        return rotate_queries(sums, own, heads=8, dtype=BF16, implementation="pallas")
+
+    return run, (shape(2, 1, 5, 8 * dim, dtype=F32), shape(2, 1, 5, dim // 2, dtype=F32), shape(dim, dtype=F32))
 
 
 def prefill(dim: int) -> Case:
@@ -261,6 +272,7 @@ CASES: dict[str, Case] = {
     **{f"attention 61 x {dim}": attention(61, dim) for dim in (64, 80, 96, 128, 256)},
     **{f"prefill {dim}": prefill(dim) for dim in (64, 96, 128)},
     **{f"rotate {dim}": rotation(dim) for dim in (64, 96, 128, 256)},
+    **{f"rotate queries {dim}": rotated_queries(dim) for dim in (256, 512)},
     **{f"attention after append {dim}": appended(5, dim) for dim in (64, 80, 96, 128, 256)},
     "attention after append, drafting": appended(1, 128, start=1),
     **{f"attention {rows} x {dim}, all options": scores(rows, dim) for rows in (1, 5, 60) for dim in DIMS},
@@ -369,6 +381,7 @@ DEFAULT = {
         "attention 60, all options, deterministic",
         "latent attention 61 x 16",
         "latent rows 5 x 16",
+        "rotate queries 512",
     ),
 }
 

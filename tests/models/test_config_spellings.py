@@ -53,7 +53,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {},
     "gemma2": {},
     "gemma3_text": {},
-    "gemma4_text": {"hidden_size_per_layer_input": 0},
+    "gemma4_text": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 128},
+    "gemma4_unified_text": {},
     "gpt_oss": {},
     "granite": {},
     "laguna": {},
@@ -150,6 +151,7 @@ def test_config_with_any_spelling_of_the_sizes_equals_transformers_or_is_refused
 
 
 LINEAR = {"rope_type": "linear", "factor": 2.0}
+UNSCALED = ("phi3", "gemma4_text", "gemma4_unified_text")  # transformers refuses a scaling of these, or cannot run it
 ROPE_KEYS = ("rope_theta", "rope_parameters", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor")
 UNSCALED = ("phi3", "gemma4_text", "mistral4", "laguna")  # transformers refuses, ignores or cannot run other ropes
 

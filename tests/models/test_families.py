@@ -19,6 +19,7 @@ from jspec.models.mixers.gated_delta import GatedDelta
 from jspec.models.mixers.gqa import GQA
 from jspec.models.mixers.mixer import Mixer
 from jspec.models.mixers.mla import MLA
+from jspec.models.mixers.shared_kv import SharedKV
 from jspec.models.mixers.short_conv import ShortConv
 from jspec.models.mlps.mlp_config import Experts
 from jspec.models.parts.kv_pool import KVPool
@@ -34,22 +35,14 @@ from tests.support.recordings import recording
 pytestmark = pytest.mark.once
 
 DENSE = (
-    "llama",
-    "qwen2",
-    "qwen3",
-    "mistral",
-    "phi3",
-    "gemma2",
-    "gemma3_text",
-    "gemma4_text",
-    "olmo3",
-    "granite",
+    *("llama", "qwen2", "qwen3", "mistral", "phi3", "gemma2", "gemma3_text", "gemma4_text", "olmo3", "granite"),
     "muse_glimmer",
 )
 EXPERTS = ("qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "llama4_text", "minimax_m2", "laguna")
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4")
+GEMMA4 = ("gemma4_e2b", "gemma4_26b_a4b")
 HYBRID = ("lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
-RECORDED = (*DENSE, *EXPERTS, *LATENT, *HYBRID)
+RECORDED = (*DENSE, *EXPERTS, *LATENT, *GEMMA4, *HYBRID)
 LONGEST = 100  # tokens of the longest recorded prompt
 TOLERANCE = 2e-4  # both sides use float32 but add up in different orders; 1.1e-4 with SSE4.2, at logits up to 19
 LEAST = 1e-3  # a wrong reading of a config moves some logit by more
@@ -203,6 +196,44 @@ def shifted_scales(model: Model) -> Model:
     scales = [layer.output_scale for layer in model.layers]
     pairs = zip(model.layers, scales[1:] + scales[:1], strict=True)
     return model.replace(layers=[layer.replace(output_scale=scale) for layer, scale in pairs])
+
+
+def own_keys(model: Model) -> Model:
+    """Give layers that share keys and values the projections of their source, for their own inputs."""
+    layers, configs = list(model.layers), list(model.config.layers)
+    for index, config in enumerate(configs):
+        if isinstance(config.mixer, SharedKV):
+            source, mixer = layers[config.mixer.source], configs[config.mixer.source].gqa
+            qkv = jnp.concatenate([layers[index].qkv, source.qkv[mixer.q_size :]])
+            layers[index] = layers[index].replace(qkv=qkv, k_norm=source.k_norm)
+            configs[index] = replace(config, mixer=mixer)
+    return model.replace(layers=layers, config=replace(model.config, layers=tuple(configs)))
+
+
+def first_source(layer: LayerConfig) -> LayerConfig:
+    """Let a layer with a window that shares keys and values read those of the first layer."""
+    is_other = not isinstance(layer.mixer, SharedKV) or layer.mixer.window is None
+    return layer if is_other else replace(layer, mixer=replace(layer.mixer, source=0))
+
+
+def embeddings(change: Callable[[Any], Any], *names: str) -> Callable[[Model], Model]:
+    """Return a function that changes the named weights of the embeddings for each layer."""
+
+    def apply(model: Model) -> Model:
+        old = model.layer_embeddings
+        assert old is not None
+        return model.replace(layer_embeddings=old.replace(**{name: change(getattr(old, name)) for name in names}))
+
+    return apply
+
+
+def replaced(**names: str) -> Callable[[Model], Model]:
+    """Return a function that gives every layer, for a weight, the weight of another name."""
+    return lambda model: model.replace(
+        layers=[
+            layer.replace(**{name: getattr(layer, other) for name, other in names.items()}) for layer in model.layers
+        ]
+    )
 
 
 def halves_paired(model: Model) -> Model:
@@ -384,6 +415,40 @@ WRONG: dict[str, dict[str, Callable[[Model], Model]]] = {
         "no cap of logits": config(logit_softcap=None),
         "embedding not scaled": config(embed_scale=1.0),
         "no post norms": weights(lambda _: None, "attn_post_norm", "mlp_post_norm"),
+    },
+    "gemma4_e2b": {
+        "own keys in shared layers": own_keys,
+        "keys of the first layer": each_layer(first_source),
+        "embeddings of tokens not scaled": embeddings(lambda table: table * 8**-0.5, "table"),
+        "embeddings of tokens of the next layer": embeddings(lambda table: jnp.roll(table, 8, axis=1), "table"),
+        "no embeddings of tokens": embeddings(jnp.zeros_like, "table"),
+        "projections of the next layer": embeddings(lambda weight: jnp.roll(weight, 8, axis=0), "projection"),
+        "no projections": embeddings(jnp.zeros_like, "norm"),
+        "no norm of projections": embeddings(jnp.ones_like, "norm"),
+        "embeddings not added": weights(jnp.zeros_like, "embed_post_norm"),
+        "no norm of gated embeddings": weights(lambda _: None, "embed_post_norm"),
+        "gates of silu": each_layer(lambda layer: replace(layer, mlp=replace(layer.mlp, activation="silu"))),
+        "no weights of layers' outputs": weights(lambda _: None, "output_scale"),
+        "window one more": attention(window=lambda old: old + 1),
+        "bases swapped": swapped_ropes,
+    },
+    "gemma4_26b_a4b": {
+        "router without its factors of experts": weights(lambda _: None, "router_scale"),
+        "router without its weight of channels": weights(lambda norm: jnp.full_like(norm, 32**-0.5), "router_norm"),
+        "router's input not divided": weights(lambda norm: norm * 32**0.5, "router_norm"),
+        "norm of experts before the router": replaced(router_norm="experts_norm"),
+        "norm of the dense path before the experts": replaced(experts_norm="mlp_norm"),
+        "norm of experts before the dense path": replaced(mlp_norm="experts_norm"),
+        "norms after both paths swapped": replaced(
+            experts_post_norm="shared_post_norm", shared_post_norm="experts_post_norm"
+        ),
+        "no norm after experts": weights(lambda _: None, "experts_post_norm"),
+        "no norm after the dense path": weights(lambda _: None, "shared_post_norm"),
+        "no norm of the sum": weights(lambda _: None, "mlp_post_norm"),
+        "one expert fewer": router(chosen=1),
+        "gate and up swapped": weights(halves_swapped, "experts_gate_up"),
+        "experts in another order": weights(lambda weight: jnp.roll(weight, 1, axis=0), "experts_down"),
+        "window one more": attention(window=lambda old: old + 1),
     },
     "olmo3": {
         "bases swapped": swapped_ropes,
@@ -622,6 +687,25 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
         "sliding_window": 10, "layer_types": ALTERNATING, "final_logit_softcapping": 20.0,
         "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 97, "use_bidirectional_attention": "vision",
     }),
+    "gemma4 with embeddings of layers": ("Gemma4", {
+        "head_dim": 16, "global_head_dim": 32, "sliding_window": 10, "layer_types": ALTERNATING,
+        "hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 97, "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+    }),
+    "gemma4 with shared keys, experts and embeddings of layers": ("Gemma4", {
+        "head_dim": 16, "global_head_dim": 32, "sliding_window": 10, "num_hidden_layers": 9, "num_kv_shared_layers": 3,
+        "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97, "enable_moe_block": True, "num_experts": 6,
+        "top_k_experts": 3, "moe_intermediate_size": 24, "final_logit_softcapping": 20.0,
+        "num_global_key_value_heads": 1, "attention_k_eq_v": True,
+    }),
+    "gemma4_unified": ("Gemma4Unified", {
+        "head_dim": 16, "global_head_dim": 32, "sliding_window": 10, "num_hidden_layers": 7,
+        "num_global_key_value_heads": 1, "attention_k_eq_v": True, "final_logit_softcapping": 20.0,
+    }),
+    "gemma4_unified with shared keys": ("Gemma4Unified", {
+        "head_dim": 16, "global_head_dim": 16, "sliding_window": 10, "layer_types": ALTERNATING,
+        "num_kv_shared_layers": 2, "use_double_wide_mlp": True,
+    }),
     "gemma3 with the default pattern": ("Gemma3", {"head_dim": 16, "sliding_window": 10, "num_hidden_layers": 7}),
     "olmo2": ("Olmo2", {}),
     "olmo2 with biases": ("Olmo2", {"attention_bias": True}),
@@ -728,7 +812,7 @@ def theirs(name: str, more: Mapping[str, Any], folder: Path) -> Any:
     import transformers
 
     torch.manual_seed(0)
-    kind = f"{name}Text" if name in ("Gemma3", "Gemma4", "Llama4", "Qwen3_5", "Qwen3_5Moe") else name
+    kind = f"{name}Text" if name in ("Gemma3", "Gemma4", "Gemma4Unified", "Llama4", "Qwen3_5", "Qwen3_5Moe") else name
     made = getattr(transformers, f"{name}ForCausalLM")(
         getattr(transformers, f"{kind}Config")(**{**SIZES, **more})
     ).eval()

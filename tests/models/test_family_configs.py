@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -14,6 +16,7 @@ from convert.fields import CheckpointError
 from jspec import Model
 from jspec.models import families
 from jspec.models.config.decoder_config import ModelConfig
+from jspec.models.exchange import from_names
 from jspec.models.parts.rope import Rope
 from jspec.tools.testing import last_logits
 from tests.support import folders, tiny
@@ -24,20 +27,14 @@ pytestmark = pytest.mark.once
 
 DENSE = ("llama", "qwen2", "qwen3", "mistral", "phi3", "gemma2", "gemma3_text", "gemma4_text", "olmo3", "granite")
 HYBRID = ("lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+GEMMA4 = ("gemma4_e2b", "gemma4_26b_a4b")
+EXPERTS = ("qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "llama4_text", "minimax_m2", "laguna")
 LATENT = ("glm4_moe_lite", "mistral4")
-FAMILIES = (
-    *DENSE,
-    "qwen3_moe",
-    "mixtral",
-    "gpt_oss",
-    "glm4_moe",
-    "llama4_text",
-    *LATENT,
-    "minimax_m2",
-    "laguna",
+FAMILIES = (*DENSE, *GEMMA4, *EXPERTS, *LATENT, *HYBRID)
+STORED = (
+    *("gemma3_text", "gemma4_text", *GEMMA4, "phi3", "olmo3", "gpt_oss", "glm4_moe", "llama4_text", "mistral4"),
     *HYBRID,
 )
-STORED = ("gemma3_text", "gemma4_text", "phi3", "olmo3", "gpt_oss", "glm4_moe", "llama4_text", "mistral4", *HYBRID)
 FACTORS = {"short_factor": [1.0 + 0.1 * i for i in range(6)], "long_factor": [1.0 + i for i in range(6)]}
 YARN = {"rope_type": "yarn", "factor": 4.0}
 LONGROPE = {"rope_type": "longrope", **FACTORS, "rope_theta": 1e4, "partial_rotary_factor": 0.75}
@@ -110,6 +107,31 @@ def test_folder_of_gemma4_with_an_image_encoder_and_the_spellings_of_its_authors
     assert families.read_config({**old, **more}).layers[2].attention.kv_heads == 2, "the key counts with shared values"
 
 
+def test_folder_of_gemma4_with_encoders_and_keys_that_no_layer_reads_is_loaded_without_them(
+    golden: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As published: layers that share keys and values have tensors for keys and values of their own."""
+    source = golden / "families" / "gemma4_e2b"
+    text = json.loads((source / "config.json").read_text())
+    tensors = folders.with_keys_that_no_layer_reads(load_file(source / "model.safetensors"))
+    others = ("vision_tower.patch.weight", "embed_vision.norm.weight", "audio_tower.conv.weight", "embed_audio.w")
+    wrapped = {name.replace("model.", "model.language_model.", 1): value for name, value in tensors.items()}
+    wrapped |= {f"model.{name}": np.zeros((3, 3), np.float32) for name in others}
+    save_file(wrapped, tmp_path / "model.safetensors")
+    fields = {"model_type": "gemma4", "text_config": text, "vision_config": {}, "audio_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    got, plain = tiny.load_target(tmp_path), tiny.load_target(source)
+    assert got.config == plain.config
+    assert all(map(np.array_equal, jax.tree.leaves(got), jax.tree.leaves(plain)))
+    assert [f"2 tensors for {kind} are left out" in caplog.text for kind in ("images", "sound")] == [True, True]
+    again = from_names({name: jnp.asarray(tensors[name]) for name in tensors}, plain.config, "float32")
+    assert all(map(np.array_equal, jax.tree.leaves(again), jax.tree.leaves(plain)))
+    del wrapped["model.language_model.layers.3.self_attn.q_proj.weight"]
+    save_file(wrapped, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"missing: .*layers\.3\.self_attn\.q_proj"):
+        Model.from_pretrained(tmp_path, dtype="float32")
+
+
 def test_experts_of_llama4_that_are_stored_one_by_one_are_those_stored_together(golden: Path, tmp_path: Path) -> None:
     source = golden / "families" / "llama4_text"
     save_file(folders.experts_one_by_one(load_file(source / "model.safetensors")), tmp_path / "model.safetensors")
@@ -117,6 +139,19 @@ def test_experts_of_llama4_that_are_stored_one_by_one_are_those_stored_together(
     ids = recording(source / "expect.npz")["prompt1"].tolist()
     found, wanted = (last_logits(tiny.load_target(folder), ids) for folder in (tmp_path, source))
     np.testing.assert_array_equal(found, wanted)
+
+
+def test_experts_of_gemma4_that_are_stored_one_by_one_are_those_stored_together(golden: Path, tmp_path: Path) -> None:
+    source = golden / "families" / "gemma4_26b_a4b"
+    tensors = load_file(source / "model.safetensors")
+    for name in [name for name in tensors if ".experts." in name]:
+        parts, values = ["down_proj"] if "down" in name else ["gate_proj", "up_proj"], tensors.pop(name)
+        for index, expert in enumerate(values):
+            rows = zip(parts, np.split(expert, len(parts)), strict=True)
+            tensors |= {f"{name.rpartition('.')[0]}.{index}.{part}.weight": own.copy() for part, own in rows}
+    folders.write(tmp_path, json.loads((source / "config.json").read_text()), tensors)
+    found, wanted = (Model.from_pretrained(folder, dtype="float32") for folder in (tmp_path, source))
+    assert all(map(np.array_equal, jax.tree.leaves(found), jax.tree.leaves(wanted)))
 
 
 # For each family, changes of its recorded config.json that must be refused, and words of the error.
@@ -159,9 +194,8 @@ BAD: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"query_pre_attn_scalar": "16"}, "query_pre_attn_scalar: expected a number, got '16'"),
     ],
     "gemma4_text": [
-        ({"hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input: expected 0, got 256"),
-        ({"num_kv_shared_layers": 1}, "num_kv_shared_layers: expected 0, got 1"),
-        ({"enable_moe_block": True}, "enable_moe_block: expected False, got True"),
+        ({"enable_moe_block": True}, "num_experts: expected an integer, got None"),
+        ({"num_kv_shared_layers": 1}, "num_kv_shared_layers: expected fewer, .* of type full_attention, got 1"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention: expected null or 'vision', got 'all'"),
         ({"per_layer_config": {"0": {"sliding_window": 3}}}, "per_layer_config: 0: expected head_dim and .*, got"),
         ({"per_layer_config": {"2": {"head_dim": 31}}}, "head_dim: expected an even number, got 31"),
@@ -169,6 +203,20 @@ BAD: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"per_layer_config": [32]}, "per_layer_config: expected an object, got"),
         ({"rope_parameters": {"full_attention": {}}}, "rope_parameters: expected an object .* sliding_attention, got"),
         ({"global_head_dim": "32", "per_layer_config": None}, "global_head_dim: expected an integer, got '32'"),
+    ],
+    "gemma4_e2b": [
+        ({"vocab_size_per_layer_input": 64}, "vocab_size_per_layer_input: expected vocab_size 128, got 64"),
+        ({"hidden_size_per_layer_input": -1}, "hidden_size_per_layer_input: expected an integer from 0 .*, got -1"),
+        ({"num_kv_shared_layers": 4}, "num_kv_shared_layers: expected fewer, .* of type full_attention, got 4"),
+        ({"num_kv_shared_layers": 6}, "num_kv_shared_layers: expected fewer, .* full_attention and sliding_.*, got 6"),
+        ({"num_kv_shared_layers": 7}, "num_kv_shared_layers: expected fewer, .*, got 7"),
+        ({"per_layer_config": {"5": {"head_dim": 32}}}, "num_kv_shared_layers: expected 1 key-value heads of 32 chan"),
+        ({"use_double_wide_mlp": 1}, "use_double_wide_mlp: expected true or false, got 1"),
+    ],
+    "gemma4_26b_a4b": [
+        ({"top_k_experts": 6}, "num_experts_per_tok: expected at most 5, the experts to choose from, got 6"),
+        ({"moe_intermediate_size": None}, "moe_intermediate_size: expected an integer, got None"),
+        ({"model_type": "gemma4_unified_text"}, "enable_moe_block: expected False, got True"),
     ],
     "olmo3": [
         ({"layer_types": ["chunked_attention"] * 4}, "layer_types: expected 'full_attention' or .*chunked"),

@@ -34,6 +34,8 @@ def recorded(family: str) -> tuple[dict[str, Any], Tensors]:
     """Return config and tensors of a recorded model, of a language model alone."""
     folder = FOLDERS / family
     config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    if family == "gemma4_e2b":
+        return config, folders.with_keys_that_no_layer_reads(tensors)
     if "text_config" not in config:
         return config, tensors
     bare = {name.replace("language_model.", "", 1): v for name, v in tensors.items() if "model.vision" not in name}
@@ -140,6 +142,8 @@ FLOAT8 = [
     ("qwen3_next", "modelopt", ()),
     ("lfm2", "fp8 by tensor", ()),
     ("gemma4_text", "compressed-tensors by row", ()),  # rows of keys are those of values, and are reordered
+    ("gemma4_e2b", "compressed-tensors by row", ("embed_tokens",)),  # layers with queries alone
+    ("gemma4_26b_a4b", "compressed-tensors by row", ("router",)),  # experts beside a dense path
     ("glm4_moe", "compressed-tensors by row", ("layers.2.",)),  # a shared expert without a gate
     ("glm4_moe_lite", "fp8 by block", ()),
     ("minimax_m2", "fp8 by block", ()),
@@ -154,6 +158,7 @@ INT4 = [
     ("glm4_moe_lite", "awq", ()),
     ("muse_glimmer", "gptq", ()),
     ("laguna", "compressed-tensors", ()),
+    ("gemma4_e2b", "awq", ("embed_tokens", "down_proj", "per_layer_projection")),
 ]
 GATES = [("qwen3_5_text", "fp8 by block"), ("qwen3_next", "fp8 by tensor"), ("qwen3_5_text", "compressed-tensors")]
 

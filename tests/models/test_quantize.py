@@ -215,6 +215,7 @@ def test_quantised_model_or_head_has_only_its_linear_weights_quantised() -> None
         *((kind, "mixtral" if kind == "mxfp4" else "glm4_moe") for kind in EXPERT_KINDS),
         ("int8", "llama4_text"),
         pytest.param("int4", "llama4_text", marks=pytest.mark.long),
+        pytest.param("int8", "gemma4_26b_a4b", marks=pytest.mark.long),
     ],
 )
 def test_quantised_mixture_of_experts_computes_with_the_rounded_weights(kind: str, family: str, golden: Path) -> None:

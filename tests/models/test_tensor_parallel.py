@@ -118,6 +118,7 @@ def leaves(tree: Any) -> dict[str, jax.Array]:
 
 CASES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("gemma4_text", {}),
+    ("gemma4_e2b", {}),
     ("qwen2", dict(quantize="int8")),
     ("glm4_moe", dict(quantize="fp8")),
     ("quantized/qwen3_fp8_block", {}),  # scales of blocks
@@ -144,7 +145,7 @@ ON_FOUR = ("qwen2", "quantized/qwen3_fp8_block")  # by default; the others are o
         )
         for family, options in CASES
         for devices in (2, 4)
-        if devices == 2 or "deepseek" not in family  # these have six experts
+        if devices == 2 or not family.startswith(("deepseek", "gemma4_e2b"))  # six experts, and two query heads
     ],
 )
 def test_checkpoint_read_for_a_mesh_has_the_weights_that_division_in_memory_gives(

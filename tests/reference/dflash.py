@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -55,12 +55,31 @@ def block_states(
         w = {name.split(".", 2)[2]: value for name, value in t.items() if name.startswith(f"layers.{index}.")}
         is_sliding = (config.get("layer_types") or {index: ""})[index] == "sliding_attention"
         window = config["sliding_window"] if is_sliding else len(context) + size
-        hidden = norm(x, w["input_layernorm.weight"], eps)
-        x = x + attention(config, w, context, hidden, window, is_sliding if causal is None else causal)
-        y = norm(x, w["post_attention_layernorm.weight"], eps)
+        hidden, finish = convolved(w, "attention_conv", norm(x, w["input_layernorm.weight"], eps))
+        x = x + finish(attention(config, w, context, hidden, window, is_sliding if causal is None else causal))
+        y, finish = convolved(w, "mlp_conv", norm(x, w["post_attention_layernorm.weight"], eps))
         gate, up = y @ w["mlp.gate_proj.weight"].T, y @ w["mlp.up_proj.weight"].T
-        x = x + (ACTIVATIONS["silu"](gate) * up) @ w["mlp.down_proj.weight"].T
+        x = x + finish((ACTIVATIONS["silu"](gate) * up) @ w["mlp.down_proj.weight"].T)
     return x
+
+
+def convolved(w: Tensors, name: str, x: np.ndarray) -> tuple[np.ndarray, Callable[[np.ndarray], np.ndarray]]:
+    """Return the convolved input of a sublayer of DFlash2, and the convolution of its output; without: unchanged."""
+    if f"{name}.base_kernel" not in w:
+        return x, lambda y: y
+    base = w[f"{name}.base_kernel"]  # [2, taps, hidden]
+    added = (x @ w[f"{name}.kernel_projection.weight"].T).reshape(len(x), *base.shape[:2], -1)
+    width = x.shape[1] // added.shape[-1]
+
+    def run(y: np.ndarray, side: int) -> np.ndarray:
+        out = np.zeros_like(y)
+        for place in range(len(y)):
+            for tap in range(min(place + 1, base.shape[1])):
+                kernel = base[side, tap] + np.repeat(added[place, side, tap], width)
+                out[place] += kernel * y[place - tap]
+        return out
+
+    return run(x, 0), lambda y: run(y, 1)
 
 
 def attention(

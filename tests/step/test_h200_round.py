@@ -389,23 +389,39 @@ HEAD_GATES: dict[str, Any] = dict(
     num_attention_heads_per_layer=[48, 64, 64, 64] * 2,
     layer_types=["full_attention", *["sliding_attention"] * 3] * 2,
 )  # fmt: skip
+GEMMA4: dict[str, Any] = dict(model_type="gemma4_text", head_dim=256, final_logit_softcapping=30.0)
+EMBEDDED: dict[str, Any] = GEMMA4 | dict(
+    hidden_size=1536, intermediate_size=6144, num_hidden_layers=12, num_attention_heads=8, num_key_value_heads=1,
+    num_kv_shared_layers=6, use_double_wide_mlp=True, sliding_window=512, vocab_size_per_layer_input=200064,
+)  # a third of Gemma 4 E2B: six layers read the pools of others, and a table of 1.2 GB embeds tokens  # fmt: skip
+BESIDE: dict[str, Any] = GEMMA4 | dict(
+    hidden_size=2816, intermediate_size=2112, num_hidden_layers=8, num_attention_heads=16, num_key_value_heads=8,
+    num_global_key_value_heads=2, attention_k_eq_v=True, hidden_size_per_layer_input=0, enable_moe_block=True,
+    num_experts=128, top_k_experts=8, moe_intermediate_size=704, sliding_window=1024,
+)  # a quarter of Gemma 4 26B-A4B: experts beside a dense path  # fmt: skip
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("fields", "launches", "moves"),
-    [(CHUNKS, 300, 1), (TWO_SIZES, 270, 3), (GATES, 300, 1), (HEAD_GATES, 300, 1)],
-    ids=["chunks", "two", "gates", "head gates"],
+    [
+        pytest.param(CHUNKS, 300, 1, id="chunks", marks=pytest.mark.long),
+        pytest.param(TWO_SIZES, 270, 3, id="two", marks=pytest.mark.long),
+        pytest.param(EMBEDDED, 330, 2, id="embedded"),
+        pytest.param(BESIDE, 305, 2, id="beside", marks=pytest.mark.long),
+        pytest.param(GATES, 300, 1, id="gates", marks=pytest.mark.long),
+        pytest.param(HEAD_GATES, 300, 1, id="head gates", marks=pytest.mark.long),
+    ],
 )
-def test_h200_round_of_a_tree_with_chunks_gates_or_pools_of_two_shapes_is_one_cuda_graph_that_copies_no_pool(
+def test_h200_round_of_a_tree_with_other_layers_is_one_cuda_graph_that_copies_no_pool(
     fields: dict[str, Any], launches: int, moves: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = fields["model_type"]
     config = read_config({**fields, "vocab_size": 200064, "rms_norm_eps": 1e-5})
     monkeypatch.setitem(shapes.TARGETS, name, config)
     monkeypatch.setitem(shapes.DRAFT_VOCAB, name, 32000)
-    program = check(*compile_round(Tree.topk(32, 6, 6), shape=name), launches=launches, temp_mib=48)
+    program = check(*compile_round.__wrapped__(Tree.topk(32, 6, 6), shape=name), launches=launches, temp_mib=48)
     assert program.count("move_rows") == moves
+    assert program.count("rotate_queries") == fields.get("num_kv_shared_layers", 0)
 
 
 @pytest.mark.long

@@ -16,11 +16,12 @@ from convert.orbax import unflatten
 from jspec.core.prefill_input import PrefillInput, PromptPiece
 from jspec.core.sampling import Sampling
 from jspec.draft import auto
+from jspec.draft.dflash2_head import DFlash2Head
 from jspec.draft.dflash_head import DFlashHead
 from jspec.draft.dspark_head import DSparkHead
 from jspec.draft.eagle_head import EagleHead, head_params
 from jspec.draft.formats.dflash_format import head_params as block_params
-from jspec.draft.head_config import METHODS, DFlashConfig, DSparkConfig, HeadConfig
+from jspec.draft.head_config import METHODS, DFlash2Config, DFlashConfig, DSparkConfig, HeadConfig
 from jspec.draft.medusa import MedusaConfig, MedusaHeads, medusa_params
 from jspec.models import load
 from jspec.models.config.decoder_config import ModelConfig
@@ -182,6 +183,18 @@ def dspark_head(
     weights = _block_weights(c, seed)
     weights["markov.embed"] *= 6
     return DSparkHead.from_weights(c, tree_of(weights))
+
+
+def dflash2_head(
+    target: Model, *, block_size: int, feature_layers: tuple[int, ...], candidates: int = 9, seed: int = 1
+) -> DFlash2Head:
+    """Return a random DFlash2 head, whose selector and convolutions change as much as the rest."""
+    fields: dict[str, Any] = dict(block_size=block_size, feature_layers=feature_layers, num_layers=2)
+    c = block_config(DFlash2Config, target, **fields, selector_rank=4, selector_top_k=candidates)
+    c = replace(c, layers=tuple(replace(layer, block_taps=2, block_group=4) for layer in c.layers))
+    weights = _block_weights(c, seed)
+    weights["selector.predecessor"] *= 6
+    return DFlash2Head.from_weights(c, tree_of(weights))
 
 
 def _sizes(target: Model) -> dict[str, Any]:

@@ -50,6 +50,21 @@ TRAITS = {
         "proportional, theta 100000, 0.25 of the channels in 1 of 3 layers",
         "factors: a weight of each layer's output, embedding 5.65685, logits limited to 15",
     ],
+    "gemma4_e2b": [
+        f"attention: 2 heads, 1 key-value heads, head_dim 16, {NORMS}, scores times 1 in 2 of 6 layers; "
+        f"2 heads, 1 key-value heads, head_dim 32, {NORMS}, scores times 1 in 1 of 6 layers; "
+        "2 heads, 1 key-value heads, head_dim 16, norms of q (each head), scores times 1, keys and values of layer 1 "
+        "in 2 of 6 layers; 2 heads, 1 key-value heads, head_dim 32, norms of q (each head), scores times 1, "
+        "keys and values of layer 2 in 1 of 6 layers",
+        "feed-forward: 24 channels, gelu_tanh in 3 of 6 layers; 48 channels, gelu_tanh in 3 of 6 layers",
+        "embeddings: 8 channels of each token for each layer",
+        "factors: a weight of each layer's output, embedding 5.65685, logits limited to 15",
+    ],
+    "gemma4_26b_a4b": [
+        "feed-forward: 5 experts of 16 channels, 2 a token, gelu_tanh, softmax over the chosen, "
+        "a factor of each expert, shared expert of 32 channels, norms of the experts and of the shared expert",
+        "factors: a weight of each layer's output, embedding 5.65685, logits limited to 15",
+    ],
     "granite": [
         f"attention: {PLAIN}, scores times 0.1",
         "factors: residual 0.4, embedding 6, logits 1 / 2",

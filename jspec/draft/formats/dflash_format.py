@@ -9,7 +9,7 @@ A file without the tensors of a Markov head and of a confidence head holds a DFl
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,12 +17,13 @@ from convert.detect import bare_name
 from convert.fields import CheckpointError, Fields, require
 from convert.huggingface import MapRow, renamed
 from convert.sources import Source
+from jspec.draft.dflash2_head import selector_params
 from jspec.draft.dflash_head import dflash_params
 from jspec.draft.dspark_head import dspark_params
 from jspec.draft.formats.eagle_formats import Parts
 from jspec.draft.formats.head_layers import FAMILIES, check_tensors
 from jspec.draft.formats.head_weights import weight_rows
-from jspec.draft.head_config import DFlashConfig, DSparkConfig, Overrides
+from jspec.draft.head_config import DFlash2Config, DFlashConfig, DSparkConfig, Overrides
 from jspec.models.config.hf_config import SLIDING
 from jspec.models.load import Format, check_count, with_scheme
 from jspec.models.mixers.gqa import GQA
@@ -33,9 +34,11 @@ READ = {  # keys of `dflash_config` that are read
     *("block_size", "mask_token_id", "target_layer_ids", "num_target_layers", "sample_from_anchor", "projector_type"),
     *("causal", "use_swa", "swa_window_size"),
     *("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"),
+    *("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"),
+    *("input_embedding_scale", "output_multiplier", "final_logit_softcapping"),
     "confidence_head_alpha",  # weight of the confidence head in the training loss; 0: there is none
 }
-PROJECTORS = ("dflash", "dspark")  # values of `projector_type`
+PROJECTORS = ("dflash", "dspark", "dflash2")  # values of `projector_type`
 # Options that change a head's forward pass, in `dflash_config` or beside it, each with its only supported value.
 OPTIONS: dict[str, Any] = {
     "attention_mode": "gqa",
@@ -89,6 +92,8 @@ def dflash_format(kind: str, overrides: Overrides | None = None) -> Format:
 def head_params(config: DFlashConfig, **owned: bool) -> dict[str, ParamSpec]:
     """Return the `ParamSpec` of each parameter of a DFlash or DSpark head, by name; ``owned`` as in `dflash_params`."""
     params = dflash_params(config, **owned)
+    if isinstance(config, DFlash2Config):
+        return params | selector_params(config)
     return params | dspark_params(config) if isinstance(config, DSparkConfig) else params
 
 
@@ -113,8 +118,14 @@ def read_dflash(
     if family not in LAYERS:
         raise unsupported("model_type", family, " or ".join(map(repr, LAYERS)) + " for the layers of a DFlash head")
     read = FAMILIES[family].decoder(_with_windows(parts), rope_theta=overrides.rope_theta)
-    layers = tuple(replace(layer, mixer=_in_block(layer.attention, parts)) for layer in read["layers"])
-    record, heads = (DSparkConfig, _heads(parts)) if kind == "dspark" else (DFlashConfig, _no_heads(parts))
+    convolutions = _convolutions(parts) if kind == "dflash2" else {}
+    sees_block = kind == "dflash2"  # in layers with a window too, if the file does not say
+    layers = tuple(
+        replace(layer, mixer=_in_block(layer.attention, parts, sees_block=sees_block), **convolutions)
+        for layer in read["layers"]
+    )
+    record, read_heads = HEADS[kind]
+    heads = read_heads(parts)
     return record(
         **{**read, "layers": layers},
         draft_vocab_size=parts.integer("draft_vocab_size", default=read["vocab_size"]),
@@ -167,13 +178,19 @@ def _with_windows(parts: Parts) -> Fields:
     return Fields({**layer, **windows}, layer.place)
 
 
-def _in_block(attention: GQA, parts: Parts) -> GQA:
+def _in_block(attention: GQA, parts: Parts, *, sees_block: bool) -> GQA:
     """Return a layer's attention with the options that all layers of DFlash heads have.
 
     A token attends to no later token of its block in layers with a window, unless the file says otherwise.
+
+    Args:
+        attention: the attention by the layer's config.
+        parts: parts of config.json.
+        sees_block: whether tokens of layers with a window see their whole block if the file does not say.
     """
     slides = attention.window is not None and not parts.flag("use_swa")
-    causal = parts.flag("causal", "is_causal", default=slides and not parts.flag("sliding_window_non_causal"))
+    sees_all = parts.flag("sliding_window_non_causal", default=sees_block)
+    causal = parts.flag("causal", "is_causal", default=slides and not sees_all)
     return replace(attention, qk_norm="head", causal=causal)
 
 
@@ -205,6 +222,37 @@ def _no_heads(parts: Parts) -> dict[str, Any]:
                 "download the file again, or correct config.json",
             )  # fmt: skip
     return {}
+
+
+def _convolutions(parts: Parts) -> dict[str, int]:
+    """Read the convolutions of the layers of a DFlash2 head, as fields of `LayerConfig`."""
+    return dict(
+        block_taps=_integer(parts, "conv_kernel_size", 2, least=1),
+        block_group=_integer(parts, "conv_group_size", 16, least=1),
+    )
+
+
+def _selector(parts: Parts) -> dict[str, Any]:
+    """Read the selector of a DFlash2 head and the factors of its embedding and logits, as fields of `DFlash2Config`."""
+
+    def number(name: str) -> Any:
+        return Fields({name: parts.one(name)}, parts.outer.place).number(name, 1.0)
+
+    limit = parts.one("final_logit_softcapping")
+    return dict(
+        selector_rank=_integer(parts, "selector_rank", 256, least=1),
+        selector_top_k=_integer(parts, "selector_top_k", 16, least=1),
+        input_scale=number("input_embedding_scale"),
+        output_multiplier=number("output_multiplier"),
+        output_softcap=number("final_logit_softcapping") if limit else None,
+    )
+
+
+HEADS: dict[str, tuple[Any, Callable[[Parts], dict[str, Any]]]] = {  # record of each kind, and what reads its fields
+    "dflash": (DFlashConfig, _no_heads),
+    "dspark": (DSparkConfig, _heads),
+    "dflash2": (DFlash2Config, _selector),
+}
 
 
 def _sample_from_anchor(parts: Parts) -> bool:

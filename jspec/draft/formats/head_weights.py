@@ -35,6 +35,9 @@ TENSORS = {
     "markov.gate.bias": "markov_head.gate_proj.bias",
     "markov.joint.weight": "markov_head.joint_proj.weight",
     "markov.joint.bias": "markov_head.joint_proj.bias",
+    "selector.predecessor": "candidate_selector.predecessor_codebook",
+    "selector.successor": "candidate_selector.successor_codebook",
+    "selector.project": "candidate_selector.hidden_projection.weight",
     "confidence.weight": "confidence_head.proj.weight",
     "confidence.bias": "confidence_head.proj.bias",
 }

@@ -14,6 +14,7 @@ from jspec.models.mixers.gated_delta import GatedDelta
 from jspec.models.mixers.gqa import GQA
 from jspec.models.mixers.mixer import Mixer
 from jspec.models.mixers.mla import MLA
+from jspec.models.mixers.shared_kv import SharedKV
 from jspec.models.mixers.short_conv import ShortConv
 from jspec.models.mlps.mlp_config import Dense, Experts, Router
 from jspec.models.parts.checks import positive, unsupported
@@ -69,7 +70,7 @@ def _with_mixer(layer: Fields) -> Fields:
 
 
 # A field that only this kind of mixer has, by which its JSON values are told; others are grouped-query attention.
-MIXERS: dict[str, type[Mixer]] = {"latent": MLA, "channels": ShortConv, "key_heads": GatedDelta}
+MIXERS: dict[str, type[Mixer]] = {"latent": MLA, "channels": ShortConv, "key_heads": GatedDelta, "source": SharedKV}
 
 
 def _read_mixer(fields: Fields) -> Mixer:
@@ -115,8 +116,10 @@ class DecoderConfig:
 
     def __post_init__(self) -> None:
         positive("config", self, ("vocab_size", "hidden_size", "num_layers", "norm_eps"))
-        for layer in self.layers:
+        mixers = [layer.mixer for layer in self.layers]
+        for index, layer in enumerate(self.layers):
             layer.check()
+            layer.mixer.check_after(mixers[:index])
         if not any(isinstance(layer.mixer, Attention) for layer in self.layers):
             raise unsupported("layer_types", "none with attention", "at least one layer with attention")
 
@@ -166,6 +169,11 @@ class DecoderConfig:
     @property
     def intermediate_size(self) -> int:
         return self.layers[0].mlp.width
+
+    @property
+    def embedded_size(self) -> int:
+        """Number of channels of the embeddings that a token has for all layers; 0: it has none."""
+        return sum(layer.embedded for layer in self.layers)
 
     @property
     def windows(self) -> list[int]:
@@ -293,5 +301,7 @@ class ModelConfig(DecoderConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         positive("config", self, ("max_position", "embed_scale", "logit_divisor"))
+        if len(sizes := {layer.embedded for layer in self.layers}) > 1:
+            raise unsupported("hidden_size_per_layer_input", sorted(sizes), "one size for all layers")
         if self.logit_softcap is not None:
             positive("config", self, ("logit_softcap",))

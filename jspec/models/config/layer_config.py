@@ -26,6 +26,11 @@ class LayerConfig:
             stream.
         post_norm_eps: epsilon of the norms after attention and feed-forward; None: that of the other norms.
         has_scale: whether the residual stream is multiplied by a weight of one number after the layer (Gemma 4).
+        embedded: number of channels of the embedding that each token has for this layer alone, which is added to the
+            residual stream behind a gate (Gemma 4, `jspec.models.parts.layer_embeddings`); 0: none.
+        block_taps: number of taps of the convolutions over the tokens of a block around attention and feed-forward
+            (DFlash2, `jspec.models.parts.block_conv`); 0: there are none.
+        block_group: number of channels that share what a token adds to the taps.
     """
 
     mixer: Mixer
@@ -34,6 +39,9 @@ class LayerConfig:
     residual_scale: float = 1.0
     post_norm_eps: float | None = None
     has_scale: bool = False
+    embedded: int = 0
+    block_taps: int = 0
+    block_group: int = 1
 
     def check(self) -> None:
         """Check the sizes and options of the layer.

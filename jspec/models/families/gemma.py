@@ -1,21 +1,27 @@
-"""The dense Gemma families: Gemma 2 (arXiv:2408.00118), Gemma 3 (arXiv:2503.19786) and Gemma 4."""
+"""The Gemma families: Gemma 2 (arXiv:2408.00118), Gemma 3 (arXiv:2503.19786) and Gemma 4."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
 from convert.fields import Fields
+from convert.huggingface import MapRow, mapped
+from jspec.models.config.decoder_config import ModelConfig
 from jspec.models.config.hf_config import FULL, SLIDING, read_layer_types, read_rope, read_ropes
+from jspec.models.config.layer_config import LayerConfig
 from jspec.models.families import register
+from jspec.models.families.gemma4_layers import NAMES, ONE_BY_ONE, shared, with_sizes, with_unread
 from jspec.models.families.llama import Llama
 from jspec.models.mixers.gqa import GQA
 from jspec.models.mixers.mixer import Mixer
+from jspec.models.mixers.shared_kv import SharedKV
+from jspec.models.mlps.mlp_config import Dense, Experts, Router
 from jspec.models.parts.checks import unsupported
 from jspec.models.parts.rope import Rope
-from jspec.models.weights.weight_map import LAYER
+from jspec.models.weights.weight_map import LAYER, Names
 
 DEFAULTS = {
     "num_attention_heads": 8,
@@ -101,24 +107,24 @@ class Gemma3(Gemma2):
 
 @register("gemma4_text")
 class Gemma4(Gemma2):
-    """Gemma 4, dense: full layers have heads of other sizes; values are normed; each layer's output has a weight."""
+    """Gemma 4: full layers have heads of other sizes; values are normed; each layer's output has a weight.
 
-    published: ClassVar = "Gemma 4 31B (text)"
+    E2B and E4B have an embedding for each layer, and last layers that read the keys and values of earlier ones. 26B-A4B
+    has experts beside the dense feed-forward.
+    """
+
+    published: ClassVar = "Gemma 4 E2B, E4B, 26B-A4B, 31B (text)"
     defaults: ClassVar = {
         **DEFAULTS,
+        "vocab_size": 262144,
         "max_position_embeddings": 131072,
         "sliding_window": 512,
         "global_head_dim": 512,
         "hidden_size_per_layer_input": 256,
+        "vocab_size_per_layer_input": 262144,
     }
-    fixed: ClassVar = {
-        "attention_bias": False,
-        "hidden_size_per_layer_input": 0,
-        "num_kv_shared_layers": 0,
-        "rope_scaling": None,
-        "enable_moe_block": False,
-    }
-    names: ClassVar = {**Gemma2.names, "output_scale": ("layer_scalar",)}
+    fixed: ClassVar = {"attention_bias": False, "rope_scaling": None}
+    names: ClassVar = {**Gemma2.names, **NAMES}
     norms_less_one: ClassVar = False
 
     def layer_types(self, fields: Fields) -> list[str]:
@@ -139,7 +145,18 @@ class Gemma4(Gemma2):
 
     def mixers(self, fields: Fields, heads: GQA, ropes: Sequence[Rope], types: Sequence[str]) -> Sequence[Mixer]:
         made = super().mixers(fields, heads, ropes, types)
-        return [_with_sizes(fields, index, mixer) for index, mixer in enumerate(made) if isinstance(mixer, GQA)]
+        sized = [with_sizes(fields, index, mixer) for index, mixer in enumerate(made) if isinstance(mixer, GQA)]
+        return shared(fields, sized, types)
+
+    def mlps(self, fields: Fields, dense: Dense) -> Sequence[Dense | Experts]:
+        count, last = fields.integer("num_hidden_layers"), fields.integer("num_kv_shared_layers", 0, least=0)
+        factor = 2 if fields.flag("use_double_wide_mlp") else 1
+        widths = [dense.width] * (count - last) + [dense.width * factor] * last
+        if not fields.flag("enable_moe_block"):
+            return [replace(dense, width=width) for width in widths]
+        router = Router(fields.integer("num_experts"), fields.integer("top_k_experts"), scaled=True)
+        experts = Experts(fields.integer("moe_intermediate_size"), router, dense.activation, has_norms=True)
+        return [replace(experts, shared=width) for width in widths]
 
     def attention(self, fields: Fields) -> dict[str, Any]:
         if fields.get("use_bidirectional_attention") == "all":
@@ -147,28 +164,40 @@ class Gemma4(Gemma2):
         return {"scale": 1.0, "qk_norm": "head", "v_norm": True}
 
     def layer(self, fields: Fields) -> dict[str, Any]:
-        return {"norms": "both", "has_scale": True}
+        size = fields.integer("hidden_size_per_layer_input", least=0)
+        vocab, tokens = (fields.integer(name) for name in ("vocab_size_per_layer_input", "vocab_size"))
+        if size and vocab != tokens:
+            raise unsupported("vocab_size_per_layer_input", vocab, f"vocab_size {tokens}")
+        return {"norms": "both", "has_scale": True, "embedded": size}
+
+    def layer_names(self, layer: LayerConfig, tensors: Collection[str]) -> Names:
+        is_fused = any(name.endswith(".experts.gate_up_proj") for name in tensors)
+        names = self.names if is_fused else {**self.names, **ONE_BY_ONE}
+        return {**names, "qkv": LAYER["qkv"][:1]} if isinstance(layer.mixer, SharedKV) else names
+
+    def weights(self, config: ModelConfig, names: Collection[str]) -> list[MapRow]:
+        factor = config.hidden_size**-0.5  # of the router's input
+
+        def as_computed(row: MapRow) -> MapRow:
+            if row.parameter.endswith(".router_norm"):
+                return mapped(row, lambda values: values * factor)
+            return with_unread(row, config, names)
+
+        return [as_computed(row) for row in super().weights(config, names)]
 
 
-def _with_sizes(fields: Fields, index: int, heads: GQA) -> GQA:
-    """Return the attention of a layer of Gemma 4 with the sizes of its heads.
+@register("gemma4_unified_text")
+class Gemma4Unified(Gemma4):
+    """Gemma 4 12B: other defaults, and neither experts nor embeddings for each layer."""
 
-    Args:
-        fields: parsed config.json. Full layers have the sizes of `global_head_dim` and `num_global_key_value_heads`;
-            in files with `per_layer_config` (transformers 5) a layer has the sizes of its entry there instead.
-        index: index of the layer.
-        heads: attention with the sizes of sliding layers.
-    """
-    sizes = fields.object("per_layer_config").object(str(index))
-    if unknown := sorted(sizes.keys() - {"head_dim", "num_key_value_heads"}):
-        raise unsupported(sizes.place, unknown, "head_dim and num_key_value_heads")
-    is_full, dim, count = heads.window is None, heads.head_dim, heads.kv_heads
-    values_are_keys = is_full and fields.flag("attention_k_eq_v")
-    if is_full and fields.get("per_layer_config") is None:
-        dim = fields.integer("global_head_dim")
-        count = fields.integer("num_global_key_value_heads", count) if values_are_keys else count
-    dim, count = sizes.integer("head_dim", dim), sizes.integer("num_key_value_heads", count)
-    return replace(heads, head_dim=dim, kv_heads=count, values_are_keys=values_are_keys)
+    published: ClassVar = "Gemma 4 12B (text)"
+    defaults: ClassVar = {
+        **Gemma4.defaults,
+        "max_position_embeddings": 262144,
+        "sliding_window": 1024,
+        "hidden_size_per_layer_input": 0,
+    }
+    fixed: ClassVar = {**Gemma4.fixed, "hidden_size_per_layer_input": 0, "enable_moe_block": False}
 
 
 def _cap(fields: Fields, name: str) -> float | None:

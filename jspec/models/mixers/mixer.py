@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Self
 
 import jax.numpy as jnp
@@ -19,7 +20,12 @@ class Mixer:
 
     A new kind is one file of this folder, and an entry of `jspec.models.config.decoder_config.MIXERS`. Its weights are
     fields of `LayerWeights`.
+
+    Attributes:
+        source: index of the earlier layer whose state it reads, instead of one of its own; None: it has its own.
     """
+
+    source: int | None = None
 
     @property
     def row_size(self) -> int:
@@ -44,6 +50,9 @@ class Mixer:
             NotImplementedError: an option is not supported.
         """
         raise NotImplementedError
+
+    def check_after(self, mixers: Sequence[Mixer]) -> None:
+        """Check what it reads of earlier layers, whose mixers are given in order; `check` documents errors."""
 
     def for_length(self, max_len: int) -> Self:
         """Return the mixer for texts of up to ``max_len`` tokens; `DecoderConfig.for_length` documents errors."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jspec.core.numerics import Numerics
@@ -47,12 +48,37 @@ def mix_experts(
     Returns:
         Arrays of partial sums of the output, [parts, batch, tokens, hidden] each.
     """
-    gate_up, down = layer.experts_gate_up, layer.experts_down
-    assert gate_up is not None and down is not None and not isinstance(x, QuantizedActivation)
+    assert layer.router is not None and not isinstance(x, QuantizedActivation)
     flat = x.reshape(-1, x.shape[-1])
     shared = among_experts(layer, config, len(flat), deterministic=numerics.deterministic)
-    assert layer.router is not None
     logits = small_product(flat, layer.router, numerics)
+    parts = chosen_sums(flat, logits, layer, config, used, numerics, shared=shared)
+    sums: tuple[Array, ...] = (parts.reshape(-1, *x.shape),)
+    if config.shared and not shared:
+        sums += (shared_sums(x, layer, config, numerics, logits[:, config.router.count :]),)
+    return joined(sums, layer, x.dtype, numerics)
+
+
+def chosen_sums(
+    flat: Float[Array, "rows hidden"],
+    logits: Float[Array, "rows experts"],
+    layer: LayerWeights,
+    config: Experts,
+    used: Bool[Array, "batch tokens"] | None,
+    numerics: Numerics,
+    *,
+    shared: int = 0,
+) -> Float[Array, "parts rows hidden"]:
+    """Return partial sums of the weighted outputs of each row's experts, of those that this device has.
+
+    Args:
+        flat: input of the experts.
+        logits: the router's logits.
+        layer, config, used, numerics: as for `mix_experts`.
+        shared: as how many experts the shared expert is among them.
+    """
+    gate_up, down = layer.experts_gate_up, layer.experts_down
+    assert gate_up is not None and down is not None
     chosen, weights = choose_experts(
         logits, layer, config.router, None if used is None else used.ravel(), numerics, shared=shared
     )
@@ -62,14 +88,22 @@ def mix_experts(
     inputs = (flat * weights[..., None]).astype(flat.dtype) if config.weighs_inputs else flat
     assert not isinstance(gate_up, Shard), "each device has whole experts"
     experts = ExpertMlp(gate_up, down, layer.experts_gate_up_bias, layer.experts_down_bias)
-    parts = expert_mlp(inputs, experts, chosen, gate=gate, factors=factors, shared=shared, **numerics.options)
-    sums: tuple[Array, ...] = (parts.reshape(-1, *x.shape),)
-    if config.shared and not shared:
-        sums += (shared_sums(x, layer, config, numerics, logits[:, config.router.count :]),)
-    if isinstance(layer.experts_down, Shard):
-        total = sum_f32(part for parts in sums for part in parts)[None]
-        return (layer.experts_down.join(total, x.dtype, deterministic=numerics.deterministic),)
-    return sums
+    return expert_mlp(inputs, experts, chosen, gate=gate, factors=factors, shared=shared, **numerics.options)
+
+
+def joined(sums: tuple[Array, ...], layer: LayerWeights, dtype: jnp.dtype, numerics: Numerics) -> tuple[Array, ...]:
+    """Return partial sums of all devices from those of each device, [parts, batch, tokens, hidden] each.
+
+    Args:
+        sums: the partial sums of this device.
+        layer: weights of the layer, which are those of all experts if there is one device.
+        dtype: dtype of the model.
+        numerics: whether a row's bits may depend on the batch size.
+    """
+    if not isinstance(layer.experts_down, Shard):
+        return sums
+    total = sum_f32(part for parts in sums for part in parts)[None]
+    return (layer.experts_down.join(total, dtype, deterministic=numerics.deterministic),)
 
 
 def shared_sums(
@@ -111,6 +145,9 @@ def choose_experts(
     *,
     shared: int,
 ) -> tuple[Int[Array, "used rows"], Float[Array, "used rows"]]:
-    """Return the experts that each row uses and their weights, as `route` does."""
+    """Return the experts that each row uses and their weights, as `route` does, times the factor of each expert."""
     biases = {"bias": layer.router_bias, "correction": layer.router_correction}
-    return route(logits, router, used=used, shared=shared, **biases, **numerics.options)
+    chosen, weights = route(logits, router, used=used, shared=shared, **biases, **numerics.options)
+    if layer.router_scale is None:
+        return chosen, weights
+    return chosen, weights * layer.router_scale[jnp.maximum(chosen, 0)]

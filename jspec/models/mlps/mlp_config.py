@@ -58,8 +58,10 @@ class Router(Choice):
         bias: whether the logits have a bias.
         correction: whether there is a correction of the scores (arXiv:2408.15664), which counts for the choice but not
             for the weights.
+        scaled: whether the weights of each expert have a learned factor (Gemma 4).
     """
 
+    scaled: bool = False
     bias: bool = False
     correction: bool = False
 
@@ -110,6 +112,8 @@ class Experts:
         alpha: factor of the gate in the sigmoid, with a limit.
         weighs_inputs: whether the router's weights multiply the inputs of experts (Llama 4), not their outputs.
         gates_shared: whether the shared expert's output has a factor, the sigmoid of one more product of the input.
+        has_norms: whether the router, the experts and the shared expert each have a norm of their own before them, and
+            the sum of the experts' outputs and the shared expert's output one after them (Gemma 4).
     """
 
     width: int
@@ -121,11 +125,12 @@ class Experts:
     alpha: float = 1.0
     weighs_inputs: bool = False
     gates_shared: bool = False
+    has_norms: bool = False
 
     @property
     def shared_count(self) -> int:
         """Number of experts that the shared one may be, whose outputs add up to its own; 0: it cannot be any."""
-        is_alike = self.shared % self.width == 0 and self.limit is None and not self.bias
+        is_alike = self.shared % self.width == 0 and self.limit is None and not self.bias and not self.has_norms
         return self.shared // self.width if is_alike else 0
 
     def row_size(self, hidden: int) -> int:
@@ -150,4 +155,6 @@ class Experts:
             positive_values("config", {"swiglu_limit": self.limit})
             if self.activation != "silu":
                 raise unsupported("hidden_act", self.activation, "'silu' with swiglu_limit")
+        if self.has_norms and (not self.shared or self.gates_shared or self.weighs_inputs):
+            raise unsupported("has_norms", True, "False without a plain shared expert, or with weights of the inputs")
         self.router.check()

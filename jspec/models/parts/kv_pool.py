@@ -103,6 +103,23 @@ class KVPool(_Pools, LayerState):
         return list(map(cls, *move_rows(*pools, *rows, implementation=view.implementation)))
 
 
+class _Nothing(NamedTuple):
+    pass
+
+
+class NoPool(_Nothing, LayerState):
+    """The state of a layer that keeps nothing of tokens, as it reads the pools of an earlier layer."""
+
+    __slots__ = ()
+
+    def specs(self, axis: str) -> P:
+        return P()
+
+    @classmethod
+    def commit(cls, states: Sequence[Self], view: SlotView, path: AcceptedPath) -> list[Self]:
+        return list(states)
+
+
 def check_size(pool: PoolShape, *shapes: tuple[int, ...]) -> None:
     """Raise ValueError if a pool would reach `MAX_POOL_ELEMENTS`."""
     elements = max(map(math.prod, shapes))

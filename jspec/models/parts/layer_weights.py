@@ -32,6 +32,14 @@ class LayerWeights:
     o_bias: Float[Array, "hidden"] | None = optional()  # bias of o
     q_norm: Float[Array, "size"] | None = optional()  # norm of the query heads
     k_norm: Float[Array, "kv_size"] | None = optional()  # norm of the key heads
+    embed_gate: Float[Array, "embedded hidden"] | None = optional()  # gate of the layer's own embedding
+    embed_out: Float[Array, "hidden embedded"] | None = optional()  # projection of the gated embedding
+    embed_post_norm: Float[Array, "hidden"] | None = optional()  # norm of the projected embedding
+    # Weights of convolutions over the tokens of a block (`jspec.models.parts.block_conv`).
+    attn_taps: Float[Array, "sides taps hidden"] | None = optional()
+    attn_taps_project: Float[Array, "kernels hidden"] | None = optional()
+    mlp_taps: Float[Array, "sides taps hidden"] | None = optional()
+    mlp_taps_project: Float[Array, "kernels hidden"] | None = optional()
     output_scale: Float[Array, "one"] | None = optional()  # factor of the residual stream after the layer
     sinks: Float[Array, "heads"] | None = optional()  # score of each query head's sink
     # Weights of mixers that keep a state by slot, whose qkv and o are the projections before and after them.
@@ -55,3 +63,15 @@ class LayerWeights:
     experts_gate_up_bias: Float[Array, "experts twice"] | None = optional()
     shared_gate: Float[Array, "one hidden"] | None = optional()  # logit of the factor of the shared expert's output
     experts_down_bias: Float[Array, "experts hidden"] | None = optional()
+    # Norms of a mixture whose experts and shared expert have norms of their own (Gemma 4); mlp_norm is that before the
+    # shared expert.
+    router_norm: Float[Array, "hidden"] | None = optional()  # norm before the router
+    router_scale: Float[Array, "experts"] | None = optional()  # factor of each expert's weights
+    experts_norm: Float[Array, "hidden"] | None = optional()  # norm before the experts
+    experts_post_norm: Float[Array, "hidden"] | None = optional()  # norm of the sum of the experts' outputs
+    shared_post_norm: Float[Array, "hidden"] | None = optional()  # norm of the shared expert's output
+
+    @property
+    def reads_input_once(self) -> bool:
+        """Whether the layer's QKV projection is all that reads the normed input of the mixer."""
+        return self.gates is None and self.attn_taps is None

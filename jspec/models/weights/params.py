@@ -20,8 +20,13 @@ from convert.orbax import unflatten
 from jspec.models.config.decoder_config import ModelConfig
 from jspec.models.config.layer_config import LayerConfig
 from jspec.models.mlps.mlp_config import Dense, Experts
+from jspec.models.parts.block_conv import conv_params
+from jspec.models.parts.layer_embeddings import embedding_params, gate_params
 from jspec.models.parts.param_spec import Params, ParamSpec, norm, prefixed
 from jspec.models.weights.quantize import quantize_parameters
+
+EMBEDDINGS = "layer_embeddings"  # field of a model with the weights of `LayerEmbeddings`
+EXPERT_NORMS = ("router_norm", "experts_norm", "experts_post_norm", "shared_post_norm")
 
 
 def layer_params(layer: LayerConfig, hidden: int, inputs: int, norm_dtype: str | None = None) -> dict[str, ParamSpec]:
@@ -41,6 +46,12 @@ def layer_params(layer: LayerConfig, hidden: int, inputs: int, norm_dtype: str |
         params |= {name: norm(hidden, dtype=norm_dtype) for name in ("attn_post_norm", "mlp_post_norm")}
     if layer.has_scale:
         params["output_scale"] = ParamSpec((1,), ("one",), init="ones")
+    if isinstance(layer.mlp, Experts) and layer.mlp.has_norms:
+        params |= {name: norm(hidden, dtype=norm_dtype) for name in EXPERT_NORMS}
+    if layer.embedded:
+        params |= gate_params(hidden, layer.embedded, norm_dtype)
+    if layer.block_taps:
+        params |= conv_params(hidden, layer.block_taps, layer.block_group)
     return params | mixer
 
 
@@ -65,6 +76,8 @@ def _expert_params(experts: Experts, hidden: int) -> dict[str, ParamSpec]:
     }
     if router.bias:
         params["router_bias"] = ParamSpec((count,), ("routed",), init="zeros", dtype="float32")
+    if router.scaled:
+        params["router_scale"] = ParamSpec((count,), ("routed",), init="ones", dtype="float32")
     if router.correction:
         params["router_correction"] = ParamSpec((count,), ("routed",), init="zeros", dtype="float32")
     if experts.gates_shared:
@@ -86,6 +99,9 @@ def model_params(config: ModelConfig) -> dict[str, ParamSpec]:
             specs["attn_norm"] = norm(hidden, dtype=norm_dtype)
         params |= prefixed(f"layers.{index}", specs)
     params["norm"] = norm(hidden, dtype=norm_dtype)
+    if config.embedded_size:
+        sizes = [layer.embedded for layer in config.layers]
+        params |= prefixed(EMBEDDINGS, embedding_params(config.vocab_size, hidden, sizes, norm_dtype))
     return params if config.tie_word_embeddings else params | {"head": vocab}
 
 

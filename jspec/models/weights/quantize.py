@@ -32,7 +32,10 @@ FLOAT8 = {kind for kind, form in FORMATS.items() if form.dtype == "float8_e4m3fn
 EXPERTS = ("experts_gate_up", "experts_down")
 NAMES = ("qkv", "q_up", "o", "gate_up", "down", *EXPERTS, "fc", "head")  # last parts of names of weights to quantise
 # Those of small weights that a checkpoint may quantise, and that are widened when loaded.
-WIDENED = ("k_up", "v_up", "gates")
+WIDENED = (
+    *("k_up", "v_up", "gates", "embed_gate", "embed_out", "projection"),
+    *("attn_taps_project", "mlp_taps_project", "project"),
+)
 
 BFLOAT16 = jnp.dtype("bfloat16")
 

@@ -13,7 +13,14 @@ from jspec.models.parts.param_spec import Params
 from jspec.models.weights.params import model_params, rows
 
 Names = Mapping[str, Sequence[str]]  # for each parameter, the tensors that are concatenated along axis 0
-TENSORS = {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}
+TENSORS = {
+    "embed": "model.embed_tokens.weight",
+    "norm": "model.norm.weight",
+    "head": "lm_head.weight",
+    "layer_embeddings.table": "model.embed_tokens_per_layer.weight",
+    "layer_embeddings.projection": "model.per_layer_model_projection.weight",
+    "layer_embeddings.norm": "model.per_layer_projection_norm.weight",
+}
 LAYER: Names = {
     "attn_norm": ("input_layernorm.weight",),
     "qkv": tuple(f"self_attn.{part}_proj.weight" for part in "qkv"),
@@ -28,6 +35,10 @@ LAYER: Names = {
     "dt_bias": ("linear_attn.dt_bias",),
     "delta_norm": ("linear_attn.norm.weight",),
     "shared_gate": ("mlp.shared_expert_gate.weight",),
+    "attn_taps": ("attention_conv.base_kernel",),
+    "attn_taps_project": ("attention_conv.kernel_projection.weight",),
+    "mlp_taps": ("mlp_conv.base_kernel",),
+    "mlp_taps_project": ("mlp_conv.kernel_projection.weight",),
     "mlp_norm": ("post_attention_layernorm.weight",),
     "gate_up": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
     "down": ("mlp.down_proj.weight",),
