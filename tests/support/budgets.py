@@ -39,7 +39,7 @@ BUDGETS = {
     "tests/engine/test_tensor_parallel.py": 61,
     "tests/engine/test_thinking.py": 41,
     "tests/engine/test_update_weights.py": 60,
-    "tests/engine/test_updated_drafters.py": 54,
+    "tests/engine/test_updated_drafters.py": 60,
     "tests/rollouts/test_grpo.py": 10,
     "tests/rollouts/test_tunix.py": 50,
     "tests/train/test_log_probs.py": 18,

@@ -137,13 +137,14 @@ def put(array: Any, param: ParamSpec, mesh: Mesh, *, is_ordered: bool = False) -
 
 
 def _in_order(array: Any, param: ParamSpec | None, devices: int, padding: int) -> Any:
-    """Return an array with rows in the order of the devices, or with rows of zeros behind; None: in the old order."""
+    """Return an array with rows in the order of the devices; None: in the old order, with rows of zeros behind."""
     if param is None and not padding:
         return array
     if not isinstance(array, np.ndarray):
         return _in_order_on_device(array, param, devices, padding)
-    rows = array if param is None else array[device_rows(param, devices)]
-    return np.pad(rows, [(0, padding), *[(0, 0)] * (array.ndim - 1)])
+    if param is None:
+        return np.pad(array, [(0, padding), *[(0, 0)] * (array.ndim - 1)])
+    return array[device_rows(param, devices)]
 
 
 @partial(jax.jit, static_argnums=(1, 2, 3))  # a program has the order, so the host sends nothing
