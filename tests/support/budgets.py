@@ -36,7 +36,7 @@ BUDGETS = {
     "tests/engine/test_prefix.py": 53,
     "tests/engine/test_program_choice.py": 91,
     "tests/engine/test_replicas.py": 14,
-    "tests/engine/test_shared_keys.py": 18,
+    "tests/engine/test_shared_keys.py": 21,
     "tests/engine/test_tensor_parallel.py": 64,
     "tests/engine/test_thinking.py": 41,
     "tests/engine/test_update_weights.py": 100,
