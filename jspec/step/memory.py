@@ -194,7 +194,8 @@ class MemoryPlanner:
         heads = max(layer.mixer.row_size for layer in model_config.layers)
         features = len(self.program.feature_layers) * model_config.hidden_size
         inner = max(layer.mlp.row_size(model_config.hidden_size) for layer in model_config.layers)
-        token = 2 * (inner + 2 * heads + 4 * model_config.hidden_size + features + model_config.embedded_size)
+        embedded = sum(layer.embedded for layer in model_config.layers)
+        token = 2 * (inner + 2 * heads + 4 * model_config.hidden_size + features + embedded)
         token *= self.params.main.embed.dtype.itemsize
         node = token + (3 + self.program.controls) * 4 * model_config.vocab_size
         size = self.config.prefill_buckets[-1]

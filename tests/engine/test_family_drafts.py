@@ -99,8 +99,8 @@ HYBRIDS = [
         ]
     ),
 ]
-# Latent caches, windows, shared rows of the cache, layers that share keys, experts beside a dense path.
-DEFAULT = ("deepseek_v2", "gemma2", "gemma4_text", "gemma4_e2b", "gemma4_26b_a4b")
+# Latent caches, windows, shared rows of the cache, experts beside a dense path.
+DEFAULT = ("deepseek_v2", "gemma2", "gemma4_text", "gemma4_26b_a4b")
 
 
 def greedy(target: Model, drafter: Drafter | None, prompts: list[list[int]]) -> tuple[list[list[int]], float]:

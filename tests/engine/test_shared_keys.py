@@ -118,11 +118,10 @@ def test_update_by_names_of_a_checkpoint_with_images_gives_the_tokens_of_a_fresh
     fields, plain = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
     new = {name.replace("model.", "model.language_model.", 1): values * 1.1 for name, values in plain.items()}
     folders.write(tmp_path, {"model_type": "gemma4", "text_config": fields, "vision_config": {}}, new)
-    options: dict[str, Any] = OPTIONS | dict(dtype="float32", eos_ids=())
-    _, prompts, expected = recorded(family, golden)
+    target, prompts, expected = recorded(family, golden)
     with (
-        Engine.from_pretrained(folder, **options) as engine,
-        Engine.from_pretrained(tmp_path, **options) as fresh,
+        engines.make(target, **OPTIONS) as engine,
+        engines.make(Model.from_pretrained(tmp_path, dtype="float32"), **OPTIONS) as fresh,
     ):
         wanted = tokens_of(fresh, prompts)
         assert tokens_of(engine, prompts) == expected != wanted

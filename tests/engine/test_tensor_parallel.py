@@ -325,7 +325,8 @@ def test_family_on_several_devices_emits_the_greedy_tokens_of_transformers(
             assert time == 0 or done[2].metrics.num_cached_tokens >= 64
 
 
-@pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("devices", [2, 4])
 def test_experts_with_norms_of_their_own_give_the_same_tokens_on_several_devices(
     devices: int, golden: Path, tmp_path: Path
 ) -> None:

@@ -116,10 +116,9 @@ class DecoderConfig:
 
     def __post_init__(self) -> None:
         positive("config", self, ("vocab_size", "hidden_size", "num_layers", "norm_eps"))
-        mixers = [layer.mixer for layer in self.layers]
         for index, layer in enumerate(self.layers):
             layer.check()
-            layer.mixer.check_after(mixers[:index])
+            layer.mixer.check_after([earlier.mixer for earlier in self.layers[:index]])
         if not any(isinstance(layer.mixer, Attention) for layer in self.layers):
             raise unsupported("layer_types", "none with attention", "at least one layer with attention")
 
@@ -169,11 +168,6 @@ class DecoderConfig:
     @property
     def intermediate_size(self) -> int:
         return self.layers[0].mlp.width
-
-    @property
-    def embedded_size(self) -> int:
-        """Number of channels of the embeddings that a token has for all layers; 0: it has none."""
-        return sum(layer.embedded for layer in self.layers)
 
     @property
     def windows(self) -> list[int]:

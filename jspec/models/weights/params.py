@@ -99,8 +99,7 @@ def model_params(config: ModelConfig) -> dict[str, ParamSpec]:
             specs["attn_norm"] = norm(hidden, dtype=norm_dtype)
         params |= prefixed(f"layers.{index}", specs)
     params["norm"] = norm(hidden, dtype=norm_dtype)
-    if config.embedded_size:
-        sizes = [layer.embedded for layer in config.layers]
+    if any(sizes := [layer.embedded for layer in config.layers]):
         params |= prefixed(EMBEDDINGS, embedding_params(config.vocab_size, hidden, sizes, norm_dtype))
     return params if config.tie_word_embeddings else params | {"head": vocab}
 

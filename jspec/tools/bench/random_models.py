@@ -39,6 +39,8 @@ GPT_OSS = dict(vocab_size=201088, num_local_experts=32, max_position_embeddings=
 LITE_YARN = dict(type="yarn", factor=40, mscale=0.707, mscale_all_dim=0.707, original_max_position_embeddings=4096)
 LITE = dict(vocab_size=102400, rms_norm_eps=1e-6, max_position_embeddings=163840, rope_scaling=LITE_YARN)
 LITE |= dict(q_lora_rank=None, num_experts_per_tok=6, moe_intermediate_size=1408, first_k_dense_replace=1)
+GEMMA4 = dict(vocab_size=262144, hidden_size_per_layer_input=0, attention_k_eq_v=True, num_global_key_value_heads=2)
+GEMMA4 |= dict(enable_moe_block=True, num_experts=128, top_k_experts=8, moe_intermediate_size=704, sliding_window=1024)
 TINY, LONG = dict(vocab_size=512, num_experts_per_tok=2), dict(max_position_embeddings=65536)
 TINY_MOE = TINY | LONG | dict(num_experts=8, moe_intermediate_size=64, norm_topk_prob=True)
 TINY_MLA = TINY | LONG | dict(n_routed_experts=8, moe_intermediate_size=32, first_k_dense_replace=1, q_lora_rank=32)
@@ -55,6 +57,7 @@ TARGETS = {
     "qwen3.5-35b-a3b": _published("qwen3_5_moe_text", 2048, 5632, 40, (16, 2, 256), **HYBRID),
     "gpt-oss-20b": _published("gpt_oss", 2880, 2880, 24, (64, 8, 64), **GPT_OSS),
     "gemma3-12b": _published("gemma3_text", 3840, 15360, 48, (16, 8, 256), vocab_size=262208, sliding_window=1024),
+    "gemma4-26b-a4b": _published("gemma4_text", 2816, 2112, 30, (16, 8, 256), final_logit_softcapping=30.0, **GEMMA4),
     "deepseek-v2-lite": _published("deepseek_v2", 2048, 10944, 27, (16, 16, 128), **LITE),
     "tiny": _published("llama", 64, 192, 8, (4, 2, 16), vocab_size=512, rms_norm_eps=1e-5, **LONG),
     "tiny-gemma3": _published("gemma3_text", 64, 192, 8, (4, 2, 16), vocab_size=512, sliding_window=64),
@@ -69,7 +72,8 @@ DFLASH_LAYERS = 5  # of published DFlash heads; each reads as many states of the
 DRAFT_VOCAB = {name: 128 if name.startswith("tiny") else 32000 for name in TARGETS} | {"least": 16}
 BLOCK_HEADS: dict[str, Any] = {"dflash": DFlashHead, "dspark": DSparkHead}
 # Intermediate channels of heads for targets with experts.
-HEAD_WIDTH = {"qwen3-30b-a3b": 6144, "qwen3.5-35b-a3b": 6144, "gpt-oss-20b": 17280, "tiny-moe": 192}
+HEAD_WIDTH = {"qwen3-30b-a3b": 6144, "qwen3.5-35b-a3b": 6144, "gpt-oss-20b": 17280, "gemma4-26b-a4b": 8448}
+HEAD_WIDTH |= {"tiny-moe": 192}
 
 
 def default_shape() -> str:
