@@ -230,7 +230,7 @@ def test_all_experts_in_one_tensor_with_a_scale_a_tensor_are_refused_by_name(tmp
     stored = together(tensors)
     name = "model.layers.0.mlp.experts.down_proj"
     stored = {**stored, name: stored[name].astype(made.FLOAT8)}
-    quantized = {**config, "quantization_config": FORMATS["fp8 by tensor"].config}
+    quantized = {**config, "quantization_config": FORMATS["modelopt"].config}
     with pytest.raises(NotImplementedError, match=rf"experts_down: expected an unquantised parameter.*, got .*{name}"):
         Model.from_pretrained(folders.write(tmp_path, quantized, stored))
 

@@ -146,8 +146,8 @@ FLOAT8 = [
     ("gemma4_26b_a4b", "compressed-tensors by row", ("router",)),  # experts beside a dense path
     ("glm4_moe", "compressed-tensors by row", ("layers.2.",)),  # a shared expert without a gate
     ("glm4_moe_lite", "fp8 by block", ()),
-    ("minimax_m2", "fp8 by block", ()),
-    ("muse_glimmer", "fp8 by block", ()),
+    pytest.param("minimax_m2", "fp8 by block", (), marks=pytest.mark.long),
+    pytest.param("muse_glimmer", "fp8 by block", (), marks=pytest.mark.long),
     ("laguna", "fp8 by block", ()),
 ]
 INT4 = [
@@ -155,9 +155,9 @@ INT4 = [
     ("qwen3_5_moe_text", "gptq", ()),
     ("qwen3_next", "compressed-tensors with zero points", ()),
     ("lfm2_moe", "awq", ()),
-    ("glm4_moe_lite", "awq", ()),
+    pytest.param("glm4_moe_lite", "awq", (), marks=pytest.mark.long),
     ("muse_glimmer", "gptq", ()),
-    ("laguna", "compressed-tensors", ()),
+    pytest.param("laguna", "compressed-tensors", (), marks=pytest.mark.long),
     ("gemma4_e2b", "awq", ("embed_tokens", "down_proj", "per_layer_projection")),
 ]
 GATES = [("qwen3_5_text", "fp8 by block"), ("qwen3_next", "fp8 by tensor"), ("qwen3_5_text", "compressed-tensors")]

@@ -166,7 +166,7 @@ def test_shared_expert_stays_apart_where_the_kernel_could_not_address_all_expert
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert MOST_ELEMENTS == 2**31
-    for most, is_joined in ((6 * 2 * WIDTH * HIDDEN, False), (6 * 2 * WIDTH * HIDDEN + 1, True)):
+    for most, is_joined in ((6 * 2 * WIDTH * HIDDEN - 1, False), (6 * 2 * WIDTH * HIDDEN, True)):
         monkeypatch.setattr("jspec.models.mlps.shared_expert.MOST_ELEMENTS", most)
         assert (mixture().layers[0].down is None) == is_joined
 

@@ -32,6 +32,7 @@ from pallas_kernels.layers.packed.int4 import ZERO, unpack
 from pallas_kernels.layers.weights import Kind
 
 WEIGHT = ".weight"
+TOGETHER = "fp8", "tensor"  # method and granularity of a format without blocks that has all experts in one tensor
 # Last part of the name of a weight's scales, by which its values are multiplied; only "fp8" has the first one. Of the
 # experts of a layer in one tensor X, which has no module of its own, they are X_scale_inv (transformers).
 SCALES = ("weight_scale_inv", "weight_scale")
@@ -125,7 +126,8 @@ def _scale_names(weight: str, suffixes: Iterable[str] = SCALES) -> list[str]:
 def _check(row: MapRow, quantized: list[str], scheme: Scheme, tensors: Mapping[str, Tensor]) -> None:
     """Raise an error unless a row with quantised tensors can be read as a quantised parameter."""
     name = row.parameter.rpartition(".")[2]
-    axes = (2, 3) if name in EXPERTS and scheme.bits == 8 and scheme.granularity in ("block", "tensor") else (2,)
+    is_together = (scheme.bits == 8 and scheme.block is not None) or (scheme.method, scheme.granularity) == TOGETHER
+    axes = (2, 3) if name in EXPERTS and is_together else (2,)
     are_linear = all(len(shape) in axes for shape in row.sources.values())
     if name not in (*NAMES, *WIDENED) or not is_stacked(row) or not are_linear:
         raise unsupported(row.parameter, listed(quantized), "an unquantised parameter, as only linear weights may be")
