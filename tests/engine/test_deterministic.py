@@ -32,19 +32,20 @@ TOKENS = np.random.default_rng(0).integers(0, VOCAB, TEXT)
 PROMPTS = [np.random.default_rng(n).integers(0, VOCAB, n).tolist() for n in (5, 23, 11)]
 
 
+TEMPERED = Rope(temperature=0.3, original_max_position=8)
 # Options of attention and of layers, which together cover what the model families compute beside Llama.
 TRAITS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "llama": ({}, {}),
     "norms before and after": (
         dict(qk_norm="head", bias=True, output_bias=True, window=9, softcap=5.0, scale=0.3, sinks=True),
-        dict(norms="both", residual_scale=0.7),
+        dict(norms="both", residual_scale=0.7, post_norm_eps=1e-2),
     ),
     "experts, chunks": (
-        dict(qk_norm="unit", v_norm=True, chunk=11),
+        dict(qk_norm="unit", v_norm=True, chunk=11, output_gate=True),
         dict(mlp=Experts(64, Router(6, 2, scores="sigmoid", correction=True), shared=64, bias=True), has_scale=True),
     ),
     # sizes that the kernel of deterministic products takes: multiples of 64 out, of 32 in
-    "latent": ({}, dict(mixer=MLA(4, 48, 16, 16, 32, 0.2, query_latent=64, rope=Rope()))),
+    "latent": ({}, dict(mixer=MLA(4, 48, 16, 16, 32, 0.2, query_latent=64, rope=TEMPERED))),
     "norms after": (dict(qk_norm="all", rope=Rope(fraction=0.5, attention_factor=1.2)), dict(norms="post")),
 }
 
@@ -57,7 +58,7 @@ def model(dtype: str, layers: int = 2, traits: str = "llama") -> Model:
     layer = replace(layer, **more[1])
     if more[1]:
         layer = replace(layer, mlp=replace(layer.mlp, activation="gelu_tanh"))
-        own = replace(own, embed_scale=3.0, logit_divisor=1.5, logit_softcap=9.0)
+        own = replace(own, embed_scale=3.0, norms_embedding=True, logit_divisor=1.5, logit_softcap=9.0)
     made = tiny.random_model(replace(own, layers=(layer,) * layers), sharpness=0.3)
     return jax.tree.map(lambda x: x.astype(dtype), made)
 
