@@ -105,13 +105,17 @@ class HeadTrainer:
         _check_on_one_device(target, self._head)
         refuse_quantized("HeadTrainer: drafter", self._trained, self._head)
         self._config = _config_of(self._trained, self._head, kind, options)
-        self._target: Model = jax.device_put(target, jax.tree.leaves(self._head)[0].sharding)
+        device = jax.tree.leaves(self._head)[0].sharding
+        self._target: Model = jax.device_put(target, device)
         head = kind.with_shared(self._trained, self._target)
         joined = {field.name: (getattr(self._head, field.name), getattr(head, field.name)) for field in fields(head)}
         shared = [name for name, (before, after) in joined.items() if before is None and after is not None]
         self._method = kind(self._config, shared)
-        self._program = TrainingProgram(self._method, self._target, head, steps=1, mesh=mesh_of(self._config.devices))
-        self._state = self._program.start(head)
+        mesh = mesh_of(self._config.devices)
+        self._program = TrainingProgram(self._method, self._target, head, steps=1, mesh=mesh)
+        state = self._program.start(head)
+        # Committed to the device, as an update returns it: otherwise the second update would be compiled again.
+        self._state = jax.device_put(state, device) if mesh is None else state
 
     @property
     def drafter(self) -> Drafter:
