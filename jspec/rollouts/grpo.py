@@ -43,14 +43,21 @@ class Rollouts:
         """Make rollouts.
 
         Args:
-            completions: completions with ``logprobs``, those of a prompt one after another.
+            completions: completions with ``logprobs``, those of a prompt one after another; with ``n`` > 1 all of
+                `Completion.samples`.
             rewards: reward of each.
             group: number of completions of a prompt.
             size: tokens of a row; rows of one size need one program.
 
         Raises:
-            ValueError: a completion has no log-probabilities, or more tokens than a row.
+            ValueError: a completion has no log-probabilities, or more tokens than a row, or rewards are not of whole
+                groups of completions.
         """
+        if len(rewards) != len(completions) or len(rewards) % group:
+            raise ValueError(
+                f"grpo: expected a reward of each completion and groups of {group}, got {len(completions)} completions "
+                f"and {len(rewards)} rewards; with n > 1 pass all samples of each completion"
+            )
         tokens, scores = np.zeros((len(completions), size), np.int32), np.zeros((len(completions), size), np.float32)
         starts, lengths = [], []
         for index, completion in enumerate(completions):
@@ -114,4 +121,5 @@ def step(optimizer: Any, model: Model, state: Any, rollouts: Rollouts) -> tuple[
     """
     (_, mismatch), gradient = jax.value_and_grad(loss, has_aux=True)(model, rollouts)
     changes, state = optimizer.update(gradient, state, model)
-    return jax.tree.map(jnp.add, model, changes), state, mismatch
+    model = jax.tree.map(lambda weight, change: (weight + change).astype(weight.dtype), model, changes)
+    return model, state, mismatch

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -55,7 +56,14 @@ def test_loss_is_that_of_the_equations_in_numpy_and_needs_log_probabilities() ->
         ):
             grpo.Rollouts.of(completions, [0.0] * len(completions), 1, size)
     rewards = rewards_of(done)
+    for completions, group in ((done[:1], GROUP), (done, 3)):
+        with pytest.raises(ValueError, match=f"expected a reward of each completion and groups of {group}, got"):
+            grpo.Rollouts.of(completions, rewards, group, SIZE)
     batch = grpo.Rollouts.of(done, rewards, GROUP, SIZE)
+    halves = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), model)
+    optimizer = optax.adam(1e-2, mu_dtype=jnp.float32)  # whose changes are float32
+    after = jax.eval_shape(partial(grpo.step, optimizer), halves, optimizer.init(halves), batch)[0]
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(after)} == {"bfloat16"}
     means, spreads = (getattr(np.reshape(rewards, (2, GROUP)), name)(axis=1) for name in ("mean", "std"))
     gains = [(reward - means[i // GROUP]) / spreads[i // GROUP] for i, reward in enumerate(rewards)]
     np.testing.assert_allclose(batch.advantages, gains, atol=1e-4)
