@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import Mesh
 
 from jspec import (
     MTP,
@@ -266,6 +267,12 @@ def test_head_in_bfloat16_stays_so_for_targets_in_either_dtype(method: str) -> N
     last = [trainer.update(completions(), model) for model in (halves, target())]
     assert last[-1].figures.loss < first.figures.loss
     left = trainer.drafter
+    wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32) if leaf.dtype == jnp.bfloat16 else leaf, head)
+    same = HeadTrainer(type(whole)(wide, whole.tree), halves, **OPTIONS)
+    for model in (None, halves, target()):
+        same.update(completions(), model)
+    for rounded, exact in zip(arrays(left), arrays(same.drafter), strict=True):  # updates add up in float32
+        np.testing.assert_array_equal(rounded, exact.astype(rounded.dtype))
     assert jax.tree.map(lambda leaf: leaf.dtype, left.head) == jax.tree.map(lambda leaf: leaf.dtype, head)
     with make(halves, drafter, **ENGINE) as engine:
         engine.update_weights(halves, drafter=left)
@@ -364,6 +371,9 @@ def test_bad_heads_options_targets_and_completions_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
             HeadTrainer(drafter, target(), **options)
+    divided = target().replace(mesh=Mesh(np.array(jax.devices()[:2]), ("model",)))
+    with pytest.raises(ValueError, match="HeadTrainer: target: expected weights on one device, got some over Mesh"):
+        HeadTrainer(medusa(), divided)
     trainer = HeadTrainer(medusa(), target(), **OPTIONS)
     donated = jax.tree.map(jnp.array, target(7))
     trainer.update(completions(2), donated)
