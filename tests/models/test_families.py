@@ -693,7 +693,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
         "use_double_wide_mlp": True,
     }),
     "gemma4 with shared keys, experts and embeddings of layers": ("Gemma4", {
-        "head_dim": 16, "global_head_dim": 32, "sliding_window": 10, "num_hidden_layers": 9, "num_kv_shared_layers": 3,
+        "head_dim": 16, "global_head_dim": 32, "sliding_window": 10, "num_hidden_layers": 12, "num_kv_shared_layers": 3,
         "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97, "enable_moe_block": True, "num_experts": 6,
         "top_k_experts": 3, "moe_intermediate_size": 24, "final_logit_softcapping": 20.0,
         "num_global_key_value_heads": 1, "attention_k_eq_v": True,
