@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -101,7 +102,7 @@ class HeadTrainer:
         self._drafter, part, kind = _trainable(loaded)
         check_live("HeadTrainer: target", target)
         check_live("HeadTrainer: drafter", getattr(part, kind.field))
-        self._trained = _with(part, kind.field, jax.tree.map(jnp.asarray, getattr(part, kind.field)))
+        self._trained = _with(part, kind.field, jax.tree.map(jnp.array, getattr(part, kind.field)))  # copies
         _check_on_one_device(target, self._head)
         refuse_quantized("HeadTrainer: drafter", self._trained, self._head)
         self._config = _config_of(self._trained, self._head, kind, options)
@@ -113,6 +114,7 @@ class HeadTrainer:
         self._method = kind(self._config, shared)
         mesh = mesh_of(self._config.devices)
         self._program = TrainingProgram(self._method, self._target, head, steps=1, mesh=mesh)
+        self._lock = threading.Lock()  # an update gives the arrays of the state away
         state = self._program.start(head)
         # Committed to the device, as an update returns it: otherwise the second update would be compiled again.
         self._state = jax.device_put(state, device) if mesh is None else state
@@ -121,8 +123,12 @@ class HeadTrainer:
     def drafter(self) -> Drafter:
         """The drafter with the weights so far, in its own dtypes, for ``update_weights(drafter=)``.
 
-        They are copies, which later updates leave as they are.
+        They are copies, which later updates leave as they are. Threads may ask for it while another one updates.
         """
+        with self._lock:
+            return self._drafter_now()
+
+    def _drafter_now(self) -> Drafter:
         trained = self._state.weights
         names = [field.name for field in fields(trained) if field.name in self._method.frozen]
         old, structure = jax.tree.flatten(self._head.replace(**dict.fromkeys(names)))
@@ -131,7 +137,7 @@ class HeadTrainer:
         drafter = _with(self._trained, self._method.field, jax.tree.unflatten(structure, new).replace(**kept))
         return _with(self._drafter, "model", drafter) if isinstance(self._drafter, Beside) else drafter
 
-    def update(self, completions: Iterable[Completion], target: WeightSource | None = None) -> HeadUpdate:
+    def update(self, completions: Iterable[Completion] | Completion, target: WeightSource | None = None) -> HeadUpdate:
         """Train on completions, with the target's states and probabilities at their tokens as the teacher.
 
         Tokens of the completions count in the loss, those of prompts are only read. Completions are packed into rows of
@@ -139,21 +145,23 @@ class HeadTrainer:
         are those of `jspec.train.fit` for the same rows; the last one is filled with rows of the next epoch.
 
         Args:
-            completions: results of an engine; further samples of a prompt count once.
+            completions: results of an engine, or one; further samples of a prompt count once.
             target: the weights that come next, as for `Engine.update_weights`, brought to the dtype and the device of
                 the first target; None: those of the last call.
 
         Raises:
             TypeError, ValueError: an argument is of another kind, or the target is not like the first.
-            LossError: the loss or the gradient of an update is not finite, which left the weights as they were.
+            Exception: that of a completion that failed.
+            LossError: the loss or the gradient of an update is not finite, which left the weights as they were; the
+                other updates of the call changed them.
         """
         documents = _documents(completions, self._target.config.vocab_size)
         packed, counts = _packed(documents, self._config.length)
-        self._use(target)
         order = Order(len(packed), self._config.seed)
         steps = math.ceil(self._config.epochs * len(packed) / self._config.batch)
         batches = [order.batch(step, self._config.batch) for step in range(steps)]
-        with out_of_memory_named(self._config):
+        with self._lock, out_of_memory_named(self._config):
+            self._use(target)
             reports = [self._run(packed, batch) for batch in batches]
             meter, losses = _measured(packed, batches, reports)
         assert meter.total is not None
@@ -218,10 +226,10 @@ def _config_of(drafter: Any, head: Any, kind: type[Method], options: dict[str, A
     return config
 
 
-def _documents(completions: Iterable[Completion], vocab: int) -> list[Document]:
+def _documents(completions: Iterable[Completion] | Completion, vocab: int) -> list[Document]:
     """Return each sample's prompt and tokens as a document in which the tokens count."""
     samples: dict[int, Completion] = {}
-    for completion in completions:
+    for completion in [completions] if isinstance(completions, Completion) else completions:
         if not isinstance(completion, Completion):
             raise TypeError(f"HeadTrainer.update: expected completions of an engine, got {short(completion)}")
         samples |= {id(sample): sample for sample in completion.raise_for_error().samples}

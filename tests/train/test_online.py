@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -327,6 +328,22 @@ def test_report_counts_what_is_divided_and_left_out() -> None:
     held = (30 + 3, 31, 64)
     assert report.rows == 3 and report.tokens - sum(held) in held, "one row fills the batch"
     assert len(report.figures.hits) == TTT and len(report.losses) == 1
+
+
+def test_threads_update_and_take_drafters_at_once_and_the_given_head_may_be_deleted() -> None:
+    drafter = eagle3_head(shares=False)
+    drafter.head = jax.tree.map(jnp.array, drafter.head)
+    trainer = HeadTrainer(drafter, target(), **OPTIONS)
+    for leaf in jax.tree.leaves(drafter.head):
+        leaf.delete()
+
+    def work(number: int) -> float:
+        losses = [trainer.update(completions(4 + number), target()).losses[-1] for _ in range(3) if trainer.drafter]
+        return losses[-1]
+
+    with ThreadPoolExecutor(3) as pool:
+        assert np.isfinite(list(pool.map(work, range(3)))).all()
+    assert all(not leaf.is_deleted() for leaf in jax.tree.leaves(trainer.drafter.head))  # type: ignore[attr-defined]
 
 
 def test_update_that_is_not_finite_names_completions_and_leaves_the_weights() -> None:
