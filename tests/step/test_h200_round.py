@@ -184,6 +184,12 @@ def test_h200_round_of_a_peagle_head_has_fewer_launches_than_an_eagle3_chain_of_
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(("tree", "launches", "temp_mib"), [(Tree.chain(7), 405, 12), (Tree.topk(48, 7, 10), 475, 60)])
+def test_h200_round_of_a_dflash2_head_is_one_cuda_graph(tree: Tree, launches: int, temp_mib: int) -> None:
+    check(*compile_round(tree, method="dflash2"), launches=launches, temp_mib=temp_mib)
+
+
+@pytest.mark.long
 def test_h200_round_of_a_tree_over_a_block_is_one_cuda_graph_that_updates_in_place() -> None:
     check(*compile_round(Tree.topk(48, 7, 10), method="dflash"), launches=376, temp_mib=40)
 

@@ -9,11 +9,12 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from jspec.draft.dflash2_head import DFlash2Head
 from jspec.draft.dflash_head import DFlashHead
 from jspec.draft.dspark_head import DSparkHead
 from jspec.draft.eagle_head import EagleHead, head_params
 from jspec.draft.formats.dflash_format import head_params as block_params
-from jspec.draft.head_config import DFlashConfig, DSparkConfig, Eagle3Config, PEagleConfig
+from jspec.draft.head_config import DFlash2Config, DFlashConfig, DSparkConfig, Eagle3Config, PEagleConfig
 from jspec.models.config.decoder_config import ModelConfig
 from jspec.models.decoder import Model
 from jspec.models.families import read_config
@@ -70,7 +71,7 @@ TARGETS = {
 PEAGLE_LAYERS = 4  # of published P-EAGLE heads
 DFLASH_LAYERS = 5  # of published DFlash heads; each reads as many states of the target
 DRAFT_VOCAB = {name: 128 if name.startswith("tiny") else 32000 for name in TARGETS} | {"least": 16}
-BLOCK_HEADS: dict[str, Any] = {"dflash": DFlashHead, "dspark": DSparkHead}
+BLOCK_HEADS: dict[str, Any] = {"dflash": DFlashHead, "dflash2": DFlash2Head, "dspark": DSparkHead}
 # Intermediate channels of heads for targets with experts.
 HEAD_WIDTH = {"qwen3-30b-a3b": 6144, "qwen3.5-35b-a3b": 6144, "gpt-oss-20b": 17280, "gemma4-26b-a4b": 8448}
 HEAD_WIDTH |= {"tiny-moe": 192}
@@ -113,6 +114,9 @@ def head_config(shape: str, method: str = "eagle3") -> Any:
     sizes |= dict(num_layers=DFLASH_LAYERS, feature_layers=layers, draft_vocab_size=c.vocab_size, qk_norm="head")
     if method == "dflash":
         return DFlashConfig.of_sizes(**sizes, mask_token_id=0, block_size=16)
+    if method == "dflash2":
+        head = DFlash2Config.of_sizes(**sizes, mask_token_id=0, block_size=8, selector_rank=256, selector_top_k=16)
+        return replace(head, layers=tuple(replace(layer, block_taps=2, block_group=16) for layer in head.layers))
     return DSparkConfig.of_sizes(**sizes, mask_token_id=0, block_size=7, markov_rank=min(256, c.hidden_size))
 
 

@@ -168,6 +168,9 @@ def block_costs(c: DFlashConfig, batch: int, tree: Tree, context: int, widths: W
         context_product = matmul("context", batch * (tree.depth + 1), 2 * layer.gqa.kv_size, c.hidden_size, widths)
         costs.append(Cost("context", 0, context_product.flops))
         costs += layer_costs(layer, c.hidden_size, batch, tokens, context, widths)
+        if layer.block_taps:  # of convolutions around attention and feed-forward
+            rows = 2 * layer.block_taps * c.hidden_size // layer.block_group
+            costs += 2 * [matmul("taps", batch * tokens, rows, c.hidden_size, BF16)]
     if isinstance(c, DSparkConfig) and c.markov_rank:
         fed = [1] + [tree.k or 1] * (tree.depth - 1)  # nodes of each level that are followed by others
         costs += [matmul("markov", batch * nodes, c.vocab_size, c.markov_rank, BF16) for nodes in fed]

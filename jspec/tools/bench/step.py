@@ -25,6 +25,7 @@ from jspec.core.records import LayerState, SlotState
 from jspec.core.tree import ROOT_ONLY, Tree
 from jspec.draft.base import Drafter, NoDraft
 from jspec.draft.dflash import DFlash
+from jspec.draft.dflash2 import DFlash2
 from jspec.draft.dflash_head import DFlashHead
 from jspec.draft.dspark import DSpark
 from jspec.draft.eagle import Eagle3
@@ -41,7 +42,13 @@ from jspec.tools.bench.options import tree_name
 from jspec.tools.bench.report import Column, Report
 from pallas_kernels.layers.weights import FORMATS, Kind
 
-DRAFTERS: dict[str, Callable[..., Drafter]] = {"eagle3": Eagle3, "peagle": PEagle, "dflash": DFlash, "dspark": DSpark}
+DRAFTERS: dict[str, Callable[..., Drafter]] = {
+    "eagle3": Eagle3,
+    "peagle": PEagle,
+    "dflash": DFlash,
+    "dflash2": DFlash2,
+    "dspark": DSpark,
+}
 GROUP = 32  # steps dispatched between two looks at the clock; only the first one finds an idle device
 GROUPS = 12
 UNHINDERED = 8  # first dispatches of a group, in which the host does not yet wait for the device
