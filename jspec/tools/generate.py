@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import jspec
 from convert import hub
+from jspec.draft.verifier import named_target
 from jspec.engine.reading.answers import ChatSplitter
 from jspec.engine.request.model_sampling import model_sampling
 from jspec.engine.text.tokenizer import HFTokenizer, Tokenizer, load_tokenizer
@@ -108,6 +109,7 @@ def prepare(arguments: argparse.Namespace) -> Tokenizer:
         ValueError: options do not fit together, or the target has no tokenizer and --tokenizer is not given.
         OSError: the file of --chat-template cannot be read.
     """
+    _take_named_target(arguments)
     draft_options(arguments)
     target = arguments.target
     for name in ("target", *PRETRAINED):
@@ -126,6 +128,17 @@ def prepare(arguments: argparse.Namespace) -> Tokenizer:
             raise ValueError("--chat-template: expected a tokenizer with special tokens, got bytes; leave it out")
         tokenizer.chat_template = Path(arguments.chat_template).read_text(encoding="utf-8")
     return tokenizer
+
+
+def _take_named_target(arguments: argparse.Namespace) -> None:
+    """Let a head that --target names be the drafter, and the model that it names the target."""
+    if any(getattr(arguments, name) for name in (*PRETRAINED, "ngram", "suffix")) or arguments.target == demo.NAME:
+        return
+    if (named := named_target(arguments.target)) is None:
+        return
+    setattr(arguments, named.kind, arguments.target)
+    arguments.target = named.path
+    arguments.tree = arguments.tree or f"chain:{named.length}"
 
 
 def make_engine(arguments: argparse.Namespace, tokenizer: Tokenizer, **options: Any) -> Engine:

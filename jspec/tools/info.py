@@ -23,6 +23,7 @@ from jspec.draft.head_config import (
     PEagleConfig,
 )
 from jspec.draft.medusa import MedusaConfig
+from jspec.draft.verifier import target_name
 from jspec.engine.request.model_sampling import AUTO, FILE, model_sampling
 from jspec.engine.text.tokenizer import load_tokenizer
 from jspec.engine.text.tokenizer_files import TOKENIZER_FILES, eos_sources
@@ -104,6 +105,7 @@ def _describe(folder: Path) -> tuple[str, Header | None]:
     except (ValueError, NotImplementedError, OSError, ImportError) as error:
         header, contents = None, [f"cannot be loaded: {error}"]
     is_head = header is not None and not isinstance(header.config, ModelConfig)
+    contents += [f"names its target: {name}"] if is_head and (name := target_name(folder)) else []
     return "\n".join([f"{folder}: {origin}", *contents, *_companions(folder, is_head=is_head)]), header
 
 

@@ -35,6 +35,7 @@ LEVELS = ("debug", "info", "warning", "error")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `jspec serve` on a parser."""
+    parser.add_argument("named", nargs="?", metavar="MODEL", help="as --target; may be a head that names its target")
     add_model_arguments(parser, needs_target=False)
     _add_engine_arguments(parser.add_argument_group("engine"))
     _add_address_arguments(parser.add_argument_group("address, access and log"))
@@ -143,8 +144,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     from jspec.server.run import bind, serve
 
-    if arguments.target is None:
-        _take_demo(arguments)
+    _take_model(arguments)
     settings = make_settings(arguments)
     check_replicas(arguments)
     with _log(arguments.log_level):
@@ -161,6 +161,17 @@ def run(arguments: argparse.Namespace) -> int:
                 texts = compiling(address, settings), greeting(address, settings)
                 listens, ready = (partial(print, text, end="", flush=True) for text in texts)
                 return serve(engine, settings, listener, listens, ready)
+
+
+def _take_model(arguments: argparse.Namespace) -> None:
+    """Let the positional argument be the target, and the embedded pair be it where nothing is named."""
+    if arguments.named is not None and arguments.target is not None:
+        raise ValueError(
+            f"--target: expected none with the model {arguments.named}, got {arguments.target}; leave it out"
+        )
+    arguments.target = arguments.target if arguments.named is None else arguments.named
+    if arguments.target is None:
+        _take_demo(arguments)
 
 
 def _take_demo(arguments: argparse.Namespace) -> None:

@@ -97,7 +97,7 @@ def test_generate_command_with_drafter_prints_the_targets_greedy_text(
 
 
 def options(**given: object) -> Namespace:
-    heads = ("eagle3", "peagle", "eagle", "medusa", "dflash", "dspark", "mtp", "draft_model")
+    heads = ("eagle3", "peagle", "eagle", "medusa", "dflash", "dflash2", "dspark", "mtp", "draft_model")
     names = (
         *heads,
         "ngram",
@@ -200,7 +200,8 @@ def test_generate_command_dtype_options_set_dtypes_of_weights_and_caches(
         (("--eagle", "eagle", "--draft-quantize", "int3"), "quantize: expected None or one of int8"),
         (
             ("--ngram", "--draft-quantize", "int8"),
-            "--draft-quantize: expected one of --eagle3, --peagle, --eagle, --dflash, --dspark, --mtp, --draft-model",
+            "--draft-quantize: expected one of --eagle3, --peagle, --eagle, --dflash, --dflash2, --dspark, --mtp, "
+            "--draft-model",
         ),
         (("--medusa", "medusa", "--tree", "chain:3", "--draft-quantize", "int8"), "--draft-quantize: expected one of"),
         (("--draft-quantize", "int8"), "--draft-quantize: expected one of"),

@@ -26,8 +26,7 @@ from tests.support import serving
 def settings(*words: str) -> Settings:
     """Return the settings of a command line."""
     arguments = command_line.make_parser().parse_args(["serve", *serve.with_config(words)])
-    if arguments.target is None:
-        serve._take_demo(arguments)
+    serve._take_model(arguments)
     return serve.make_settings(arguments)
 
 

@@ -12,7 +12,9 @@ from jspec.core.config import EngineConfig
 from jspec.core.engine_options import EngineOptions
 from jspec.core.foreign_names import check_names
 from jspec.core.shorten import short
+from jspec.draft.auto import load_drafter
 from jspec.draft.named import DrafterSource, make_drafter
+from jspec.draft.verifier import named_target
 from jspec.engine.callers.engine_thread import ENDED, EngineThread
 from jspec.engine.callers.text_generator import OPTIONS, TextGenerator
 from jspec.engine.callers.trainer_calls import TrainerCalls
@@ -121,7 +123,8 @@ class Engine(TextGenerator, TrainerCalls):
         """Make an engine for a checkpoint; arguments not listed here are those of `Engine`.
 
         Args:
-            path: a Hugging Face folder, a folder written by ``python -m convert``, a hub id, or a loaded model.
+            path: a Hugging Face folder, a folder written by ``python -m convert``, a hub id, or a loaded model. Without
+                a drafter it may be a head that names its target (`jspec.draft.verifier`), and stands for both.
             drafter: as for `Engine`.
             dtype: dtype of the weights, also of a drafter that is given by its path; None or "auto": float32 on CPU,
                 bfloat16 elsewhere.
@@ -143,6 +146,8 @@ class Engine(TextGenerator, TrainerCalls):
             )
         keep_compiled(config.compile_cache)
         mesh = mesh_for(config)
+        if drafter is None and (named := named_target(path)) is not None:
+            drafter, path = load_drafter(path, dtype=dtype, length=named.length, mesh=mesh), named.path
         proposes = make_drafter(drafter, dtype=dtype, mesh=mesh)  # first, because it is the smaller checkpoint
         made: dict[str, Any] = {}  # from the folder, checked before weights are read
         checkpoint = load.load(
