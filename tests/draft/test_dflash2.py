@@ -190,6 +190,15 @@ def test_impossible_values_are_refused(changes: dict[str, Any], message: str) ->
         read_dflash({**CONFIG, "dflash_config": {**CONFIG["dflash_config"], **changes}}, kind="dflash2")
 
 
+def test_options_of_other_heads_are_refused() -> None:
+    for kind, name in (("dflash", "output_multiplier"), ("dspark", "selector_rank")):
+        config = {**DFLASH, "dflash_config": {**DFLASH["dflash_config"], name: 2}}
+        with pytest.raises(NotImplementedError, match=f"dflash_config: {name}: expected none, got 2"):
+            read_dflash(config, kind=kind)
+    with pytest.raises(CheckpointError, match=r"markov_rank: expected the tensors markov_head\.\*"):
+        read_dflash({**CONFIG, "markov_rank": 4}, kind="dflash2")
+
+
 def test_node_with_more_children_than_candidates_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="expected at most 7 children of a node, the selector_top_k of the head, got"):
         drafter_of(tmp_path, Tree.topk(30, 3, 8))
