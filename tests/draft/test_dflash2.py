@@ -15,8 +15,11 @@ from jspec import DFlash, DFlash2, Tree
 from jspec.core.records import Draft
 from jspec.draft.formats.dflash_format import read_dflash
 from jspec.draft.head_config import DFlash2Config
+from jspec.models.weights.quantize import quantize_weights
 from jspec.tools import info
 from jspec.tools.convert import main
+from pallas_kernels.layers.dense.grouped_matmul import widened
+from pallas_kernels.layers.weights import Quantized
 from tests.draft.test_dflash import CONFIG as DFLASH
 from tests.draft.test_dflash import ROOT, TOKENS, computed, states, target, tensors_of
 from tests.draft.test_dspark import DEPTH, HIDDEN, MIXED, VOCAB, before, best_paths, log_softmax, node_paths
@@ -102,6 +105,26 @@ def test_block_of_a_dflash2_head_has_the_logits_of_the_formulas(tmp_path: Path) 
     names = tuple(name for name in tensors() if name.endswith("kernel_projection.weight"))
     for control in (block(zero=names)[1], block(causal=True)[1]):
         assert np.abs(found - control).max() > 50 * TOLERANCE * np.abs(right).max()
+
+
+@pytest.mark.parametrize(("kind", "limit"), [("int8", 1e-4), ("fp8_dynamic", 0.3)])
+def test_block_of_a_quantised_head_has_the_logits_of_its_widened_weights(
+    tmp_path: Path, kind: str, limit: float
+) -> None:
+    """Products of "fp8_dynamic" quantise their inputs, but convolutions do not; the control is not quantised."""
+    chain = Tree.chain(DEPTH)
+    drafter = drafter_of(tmp_path, chain)
+    stored = quantize_weights(drafter.head, kind)
+    wide = jax.tree.map(
+        lambda leaf: widened(leaf).astype(np.float32) if isinstance(leaf, Quantized) else leaf,
+        stored,
+        is_leaf=lambda leaf: isinstance(leaf, Quantized),
+    )
+    found, right, control = (
+        computed(DFlash2(head, chain), target(), states()) for head in (stored, wide, drafter.head)
+    )
+    assert np.abs(found - right).max() < limit * np.abs(right).max()
+    assert np.abs(found - control).max() > 0.05 * np.abs(right).max()
 
 
 @pytest.mark.parametrize("tree", [MIXED, pytest.param(Tree.chain(DEPTH), marks=pytest.mark.long)], ids=str)
