@@ -14,6 +14,7 @@ import pytest
 from jspec import (
     MTP,
     DFlash,
+    DFlash2,
     DraftModel,
     DSpark,
     Eagle,
@@ -80,6 +81,9 @@ DRAFTERS: dict[str, Callable[[Model, int], Drafter | None]] = {
     ),
     "dflash": lambda model, seed: DFlash(
         tiny.dflash_head(model, block_size=3, feature_layers=FEATURES, seed=seed), CHAIN
+    ),
+    "dflash2": lambda model, seed: DFlash2(
+        tiny.dflash2_head(model, block_size=3, feature_layers=FEATURES, seed=seed), CHAIN
     ),
     "dspark": lambda model, seed: DSpark(
         tiny.dspark_head(model, block_size=3, feature_layers=FEATURES, seed=seed), CHAIN
