@@ -27,6 +27,7 @@ from jspec.models.decoder import Layer, Model
 from jspec.models.load import OTHER_INPUTS, text_names
 from jspec.models.mlps.mlp_config import Experts
 from jspec.models.mlps.shared_expert import is_joined, join_layers
+from jspec.models.parts.transfer import with_auto_axes
 
 
 @final
@@ -80,7 +81,7 @@ def from_names(arrays: Mapping[str, Any], config: ModelConfig, dtype: str, form:
         ValueError: names, shapes or dtypes are not those of the config.
     """
     rows, fill = _reader(config, dtype, tuple(sorted(arrays)), form)
-    arrays = {name: array for name, array in arrays.items() if not _is_left_out(name, config)}
+    arrays = {name: with_auto_axes(array) for name, array in arrays.items() if not _is_left_out(name, config)}
     huggingface.check(rows, Arrays(jax.eval_shape(partial(_formed, form), arrays)).tensors)
     return Model.from_weights(config, orbax.unflatten(fill(arrays), {}))
 

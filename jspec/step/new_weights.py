@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, Sharding
 
 from jspec.core.config import EngineConfig
 from jspec.core.shared_leaves import once
@@ -61,6 +62,8 @@ def new_weights(
     if copy and isinstance(drafter, Drafter):
         proposes = with_arrays(proposes, once(_copied))
     proposes, _ = back_on_devices(proposes, Params(target=None, draft=()))  # they may be on the host
+    if isinstance(drafter, Drafter) and program.mesh is None and proposes.mesh is None:
+        proposes = with_arrays(proposes, once(partial(_moved, jax.tree.leaves(old.main)[0].sharding)))
     model = model_of("update_weights: weights", weights, old.main, config.quantize, program.mesh)
     target = on_devices(model, config, program.mesh)
     check_config(target, old.main)
@@ -74,6 +77,10 @@ def new_weights(
 
 def _copied(leaf: Any) -> Any:
     return jnp.copy(leaf) if isinstance(leaf, jax.Array) else leaf
+
+
+def _moved(sharding: Sharding, leaf: Any) -> Any:
+    return moved(leaf, sharding) if isinstance(leaf, jax.Array) else leaf
 
 
 def _in_form(model: Model, old: Model, mesh: Mesh | None) -> Model:

@@ -15,8 +15,11 @@ from jspec import DFlash, DFlash2, Tree
 from jspec.core.records import Draft
 from jspec.draft.formats.dflash_format import read_dflash
 from jspec.draft.head_config import DFlash2Config
+from jspec.models.weights.quantize import quantize_weights
 from jspec.tools import info
 from jspec.tools.convert import main
+from pallas_kernels.layers.dense.grouped_matmul import widened
+from pallas_kernels.layers.weights import Quantized
 from tests.draft.test_dflash import CONFIG as DFLASH
 from tests.draft.test_dflash import ROOT, TOKENS, computed, states, target, tensors_of
 from tests.draft.test_dspark import DEPTH, HIDDEN, MIXED, VOCAB, before, best_paths, log_softmax, node_paths
@@ -104,6 +107,26 @@ def test_block_of_a_dflash2_head_has_the_logits_of_the_formulas(tmp_path: Path) 
         assert np.abs(found - control).max() > 50 * TOLERANCE * np.abs(right).max()
 
 
+@pytest.mark.parametrize(("kind", "limit"), [("int8", 1e-4), ("fp8_dynamic", 0.3)])
+def test_block_of_a_quantised_head_has_the_logits_of_its_widened_weights(
+    tmp_path: Path, kind: str, limit: float
+) -> None:
+    """Products of "fp8_dynamic" quantise their inputs, but convolutions do not; the control is not quantised."""
+    chain = Tree.chain(DEPTH)
+    drafter = drafter_of(tmp_path, chain)
+    stored = quantize_weights(drafter.head, kind)
+    wide = jax.tree.map(
+        lambda leaf: widened(leaf).astype(np.float32) if isinstance(leaf, Quantized) else leaf,
+        stored,
+        is_leaf=lambda leaf: isinstance(leaf, Quantized),
+    )
+    found, right, control = (
+        computed(DFlash2(head, chain), target(), states()) for head in (stored, wide, drafter.head)
+    )
+    assert np.abs(found - right).max() < limit * np.abs(right).max()
+    assert np.abs(found - control).max() > 0.05 * np.abs(right).max()
+
+
 @pytest.mark.parametrize("tree", [MIXED, pytest.param(Tree.chain(DEPTH), marks=pytest.mark.long)], ids=str)
 def test_children_are_drawn_among_the_candidates_by_the_token_before(tmp_path: Path, tree: Tree) -> None:
     """Controls: no selector, another token before, a candidate more."""
@@ -188,6 +211,15 @@ def test_layers_with_a_window_see_their_whole_block_unless_the_file_says_otherwi
 def test_impossible_values_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         read_dflash({**CONFIG, "dflash_config": {**CONFIG["dflash_config"], **changes}}, kind="dflash2")
+
+
+def test_options_of_other_heads_are_refused() -> None:
+    for kind, name in (("dflash", "output_multiplier"), ("dspark", "selector_rank")):
+        config = {**DFLASH, "dflash_config": {**DFLASH["dflash_config"], name: 2}}
+        with pytest.raises(NotImplementedError, match=f"dflash_config: {name}: expected none, got 2"):
+            read_dflash(config, kind=kind)
+    with pytest.raises(CheckpointError, match=r"markov_rank: expected the tensors markov_head\.\*"):
+        read_dflash({**CONFIG, "markov_rank": 4}, kind="dflash2")
 
 
 def test_node_with_more_children_than_candidates_is_refused(tmp_path: Path) -> None:

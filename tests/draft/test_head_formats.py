@@ -248,7 +248,6 @@ def test_eagle1_head_with_extra_tensor_raises_naming_the_tensor(tmp_path, name):
     [
         ({"speculators_model_type": "dspine"}, "", "speculators_model_type 'dspine'"),
         ({"pard_token": 7}, "", "PARD"),
-        ({"architectures": ["DFlash2DraftModel"]}, "", "DFlash2"),
         ({"architectures": ["DSpineDraftModel"]}, "", "DSpine"),
         ({"architectures": ["DominoDraftModel"]}, "", "Domino"),
         ({}, "parallel_draft_heads.0.lm_head.weight", "parallel draft heads"),

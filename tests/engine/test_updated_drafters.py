@@ -14,6 +14,7 @@ import pytest
 from jspec import (
     MTP,
     DFlash,
+    DFlash2,
     DraftModel,
     DSpark,
     Eagle,
@@ -31,7 +32,7 @@ from jspec.draft.beside import Beside
 from jspec.models.exchange import from_names
 from jspec.step import new_weights, side
 from jspec.step.program import Params
-from jspec.step.weights_off_devices import arrays_of
+from jspec.step.weights_off_devices import arrays_of, with_arrays
 from tests.models.test_exchange import tensors_of
 from tests.support import folders, quantized_folders, tiny
 from tests.support.arrays import on_device
@@ -81,6 +82,9 @@ DRAFTERS: dict[str, Callable[[Model, int], Drafter | None]] = {
     "dflash": lambda model, seed: DFlash(
         tiny.dflash_head(model, block_size=3, feature_layers=FEATURES, seed=seed), CHAIN
     ),
+    "dflash2": lambda model, seed: DFlash2(
+        tiny.dflash2_head(model, block_size=3, feature_layers=FEATURES, seed=seed), CHAIN
+    ),
     "dspark": lambda model, seed: DSpark(
         tiny.dspark_head(model, block_size=3, feature_layers=FEATURES, seed=seed), CHAIN
     ),
@@ -117,6 +121,10 @@ def differing(first: Engine, second: Engine) -> int:
     return sum(one[1:] != other[1:] or not np.array_equal(one[0], other[0]) for one, other in pairs)
 
 
+def on_another_device(leaf: Any) -> Any:
+    return jax.device_put(leaf, jax.devices()[3]) if isinstance(leaf, jax.Array) else leaf
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_updated_engine_has_the_weights_of_a_fresh_engine_bit_for_bit(drafter: str, kind: str, golden: Path) -> None:
@@ -135,7 +143,10 @@ def test_updated_engine_has_the_weights_of_a_fresh_engine_bit_for_bit(drafter: s
             assert differing(engine, kept) == 0
         assert bool(differing(engine, fresh)) == has_weights, "control: another drafter"
         if has_weights:
-            engine.update_weights(new, drafter=made(new, 2))
+            elsewhere = made(new, 2)
+            if engine.core.runner.program.mesh is None and elsewhere.mesh is None:  # else it has devices of its own
+                elsewhere = with_arrays(elsewhere, on_another_device)
+            engine.update_weights(new, drafter=elsewhere)
             assert differing(engine, fresh) == 0
 
 

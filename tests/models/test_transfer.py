@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
+from jspec.models.exchange import from_names
 from jspec.models.parts.transfer import moved, on_one
 from jspec.models.weights.tensor_parallel import place
+from tests.models.test_exchange import tensors_of
 from tests.support import tiny
 from tests.support.arrays import on_device
 
@@ -65,20 +69,51 @@ def test_array_goes_to_any_devices_without_the_host(source: str) -> None:
         assert result.sharding.is_equivalent_to(shardings[name], 2)
 
 
-def test_model_of_a_mesh_goes_to_another_without_the_host() -> None:
+def trainers() -> dict[str, Mesh]:
+    """Return meshes over which a trainer may have its weights; by default `jax.make_mesh` makes explicit axes."""
+    pair = jax.devices()[:2]
+    explicit = jax.make_mesh((2,), ("fsdp",), (AxisType.Explicit,), devices=pair)
+    return {"automatic": Mesh(np.array(pair), ("fsdp",)), "explicit": explicit, "engine": engine()}
+
+
+def engine() -> Mesh:
+    return Mesh(np.array(jax.devices()[2:4]), ("model",))
+
+
+def divided(tree: Any, mesh: Mesh, axis: int) -> Any:
+    """Return arrays that are divided along an axis, if they have it with an even size."""
+
+    def spread(leaf: Any) -> Any:
+        is_even = leaf.ndim > axis and leaf.shape[axis] % 2 == 0
+        return jax.device_put(leaf, NamedSharding(mesh, P(*[None] * axis, mesh.axis_names[0]) if is_even else P()))
+
+    return jax.tree.map(spread, tree)
+
+
+@pytest.mark.parametrize("trainer", [None, "automatic", "explicit", "engine"])
+def test_model_of_a_mesh_goes_to_another_without_the_host(trainer: str | None) -> None:
     """Rows of its matrices get another order there, and a vocabulary of 15 is padded."""
-    model, engine = tiny.model(15, layers=1), Mesh(np.array(jax.devices()[2:4]), ("model",))
-    wanted = place(model, engine)
-    divided = jax.tree.map(lambda leaf: jax.device_put(leaf, over(WHOLE if leaf.shape[0] % 2 else ROWS, 0, 1)), model)
-    for source in (model, divided):
+    model = tiny.model(15, layers=1)
+    wanted = place(model, engine())
+    for axis in (0, 1):
+        source = model if trainer is None else divided(model, trainers()[trainer], axis)
         with without_the_host():
-            result = place(source, engine)
+            result = place(source, engine())
         for leaf, other in zip(jax.tree.leaves(result), jax.tree.leaves(wanted), strict=True):
             np.testing.assert_array_equal(leaf, other)
             assert leaf.sharding == other.sharding
 
 
+@pytest.mark.parametrize("trainer", ["automatic", "explicit", "engine"])
+def test_arrays_of_a_mesh_by_name_become_a_model(trainer: str, golden: Path) -> None:
+    folder = golden / "families" / "llama"
+    wanted, arrays = tiny.load_target(folder), tensors_of(folder)
+    for axis in (0, 1):
+        result = from_names(divided(arrays, trainers()[trainer], axis), wanted.config, "float32")
+        jax.tree.map(np.testing.assert_array_equal, result, wanted)
+
+
 def test_control_that_jax_sends_divided_arrays_through_the_host() -> None:
-    divided = jax.device_put(on_device(VALUES), over(ROWS, 0, 1))
+    array = jax.device_put(on_device(VALUES), over(ROWS, 0, 1))
     with without_the_host(), pytest.raises(AssertionError, match="the host"):
-        jax.device_put(divided, over(COLUMNS, 2, 3))
+        jax.device_put(array, over(COLUMNS, 2, 3))

@@ -34,9 +34,11 @@ READ = {  # keys of `dflash_config` that are read
     *("block_size", "mask_token_id", "target_layer_ids", "num_target_layers", "sample_from_anchor", "projector_type"),
     *("causal", "use_swa", "swa_window_size"),
     *("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"),
+    "confidence_head_alpha",  # weight of the confidence head in the training loss; 0: there is none
+}
+READ_OF_DFLASH2 = {  # those that are read of DFlash2 heads alone
     *("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"),
     *("input_embedding_scale", "output_multiplier", "final_logit_softcapping"),
-    "confidence_head_alpha",  # weight of the confidence head in the training loss; 0: there is none
 }
 PROJECTORS = ("dflash", "dspark", "dflash2")  # values of `projector_type`
 # Options that change a head's forward pass, in `dflash_config` or beside it, each with its only supported value.
@@ -113,7 +115,7 @@ def read_dflash(
     """
     overrides, fields = overrides or Overrides(), Fields.of(config)
     parts = _parts(fields)
-    _check_options(parts)
+    _check_options(parts, READ | READ_OF_DFLASH2 if kind == "dflash2" else READ)
     family = parts.layer.text("model_type", "qwen3")
     if family not in LAYERS:
         raise unsupported("model_type", family, " or ".join(map(repr, LAYERS)) + " for the layers of a DFlash head")
@@ -147,8 +149,8 @@ def _parts(fields: Fields) -> Parts:
     return Parts("speculators", fields.object("transformer_layer_config"), fields, nested)
 
 
-def _check_options(parts: Parts) -> None:
-    """Raise NotImplementedError if an option has an unsupported value, or if `dflash_config` has an unknown one."""
+def _check_options(parts: Parts, read: Collection[str]) -> None:
+    """Raise NotImplementedError if an option has an unsupported value, or if one of `dflash_config` is not read."""
     for name, value in OPTIONS.items():
         for got in parts.values(name):
             if got != value or isinstance(got, bool) != isinstance(value, bool):
@@ -157,7 +159,7 @@ def _check_options(parts: Parts) -> None:
         if got not in PROJECTORS:
             raise unsupported("projector_type", got, " or ".join(PROJECTORS))
     for name in parts.nested:
-        if name not in READ | OPTIONS.keys() and parts.nested[name] is not None:
+        if name not in read and name not in OPTIONS and parts.nested[name] is not None:
             raise unsupported(f"dflash_config: {name}", parts.nested[name], "none")
 
 
@@ -239,7 +241,7 @@ def _selector(parts: Parts) -> dict[str, Any]:
         return Fields({name: parts.one(name)}, parts.outer.place).number(name, 1.0)
 
     limit = parts.one("final_logit_softcapping")
-    return dict(
+    return _no_heads(parts) | dict(
         selector_rank=_integer(parts, "selector_rank", 256, least=1),
         selector_top_k=_integer(parts, "selector_top_k", 16, least=1),
         input_scale=number("input_embedding_scale"),

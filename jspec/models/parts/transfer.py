@@ -8,8 +8,21 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
+
+
+def with_auto_axes(array: Any) -> Any:
+    """Return an array with the buffers of another, whose mesh may have explicit axes, the default of `jax.make_mesh`.
+
+    A program of arrays over such axes must state how each of its results is divided.
+    """
+    sharding = getattr(array, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or sharding.mesh.are_all_axes_auto:
+        return array
+    names = sharding.mesh.axis_names
+    mesh = Mesh(sharding.mesh.devices, names, axis_types=(AxisType.Auto,) * len(names))
+    return jax.device_put(array, NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind))
 
 
 def on_one(array: jax.Array) -> jax.Array:

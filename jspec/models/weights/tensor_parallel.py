@@ -33,7 +33,7 @@ from jspec.models.mlps.mlp_config import Dense, Experts
 from jspec.models.mlps.shared_expert import check_apart
 from jspec.models.parts.checks import check_divided
 from jspec.models.parts.param_spec import Params, ParamSpec
-from jspec.models.parts.transfer import moved
+from jspec.models.parts.transfer import moved, with_auto_axes
 from pallas_kernels.layers.packed.int4 import reblocked
 from pallas_kernels.layers.shard import AXIS, Shard
 from pallas_kernels.layers.weights import Quantized
@@ -141,7 +141,7 @@ def _in_order(array: Any, param: ParamSpec | None, devices: int, padding: int) -
     if param is None and not padding:
         return array
     if not isinstance(array, np.ndarray):
-        return _in_order_on_device(array, param, devices, padding)
+        return _in_order_on_device(with_auto_axes(array), param, devices, padding)
     if param is None:
         return np.pad(array, [(0, padding), *[(0, 0)] * (array.ndim - 1)])
     return array[device_rows(param, devices)]
@@ -266,7 +266,7 @@ def _place(node: Any, mesh: Mesh) -> Any:
 
             zeros = None if leaf.zeros is None else put_part(leaf.zeros, False)
             return replace(leaf, values=put_part(leaf.values, True), scale=put_part(leaf.scale, False), zeros=zeros)
-        if _is_on(leaf, mesh) and AXIS not in spec_of(param):
+        if _is_on(leaf, mesh) and AXIS not in (spec := spec_of(param)) and leaf.sharding.spec == spec:
             return leaf
         return put(leaf, param, mesh, is_ordered=is_ordered)
 
