@@ -107,6 +107,14 @@ def test_folder_of_gemma4_with_an_image_encoder_and_the_spellings_of_its_authors
     assert families.read_config({**old, **more}).layers[2].attention.kv_heads == 2, "the key counts with shared values"
 
 
+def test_sizes_of_layers_of_gemma4_are_read_with_zeros_before_their_index(golden: Path) -> None:
+    """As transformers 5 names the layers of models with more than ten of them."""
+    fields = json.loads((golden / "families" / "gemma4_text" / "config.json").read_text())
+    (index,), (sizes,) = zip(*fields["per_layer_config"].items(), strict=True)
+    padded = families.read_config({**fields, "per_layer_config": {f"0{index}": sizes}})
+    assert padded == families.read_config(fields) != families.read_config({**fields, "per_layer_config": {}})
+
+
 def test_folder_of_gemma4_with_encoders_and_keys_that_no_layer_reads_is_loaded_without_them(
     golden: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

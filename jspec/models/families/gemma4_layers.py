@@ -50,11 +50,14 @@ def with_sizes(fields: Fields, index: int, heads: GQA) -> GQA:
 
     Args:
         fields: parsed config.json. Full layers have the sizes of `global_head_dim` and `num_global_key_value_heads`;
-            in files with `per_layer_config` (transformers 5) a layer has the sizes of its entry there instead.
+            in files with `per_layer_config` (transformers 5) a layer has the sizes of its entry there instead, whose
+            name is its index, with zeros before it.
         index: index of the layer.
         heads: attention with the sizes of sliding layers.
     """
-    sizes = fields.object("per_layer_config").object(str(index))
+    entries = fields.object("per_layer_config")
+    name = next((name for name in entries if name.isdecimal() and int(name) == index), str(index))
+    sizes = entries.object(name)
     if unknown := sorted(sizes.keys() - {"head_dim", "num_key_value_heads"}):
         raise unsupported(sizes.place, unknown, "head_dim and num_key_value_heads")
     is_full, dim, count = heads.window is None, heads.head_dim, heads.kv_heads
