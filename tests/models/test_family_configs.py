@@ -284,6 +284,7 @@ BAD: dict[str, list[tuple[dict[str, Any], str]]] = {
     "muse_glimmer": [
         ({"layer_rope_theta": [5e5, 5e5, 1e4, 0]}, "layer_rope_theta: expected 4 numbers, .* rope_theta 500000 or 0"),
         ({"layer_rope_theta": [5e5, 0]}, "layer_rope_theta: expected 4 numbers, one for each layer, .* got"),
+        ({"rope_parameters": {**YARN, "rope_theta": 5e5}}, "attention_factor: expected 1.0 with norms .*, got 1.1"),
         ({"output_multiplier": 0}, "output_multiplier: expected a finite number above 0, got 0"),
         ({"post_norm_eps": "small"}, "post_norm_eps: expected a number, got 'small'"),
         ({"attention_bias": True}, "attention_bias: expected False, got True"),
@@ -310,7 +311,7 @@ BAD: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"num_experts_per_tok": 4}, "num_experts_per_tok: expected at most 3, .*, got 4"),
         ({"moe_layers": "all"}, "moe_layers: expected a list of integers from 0, got 'all'"),
         ({"intermediate_size_mlp": -1}, "intermediate_size_mlp: expected an integer from 1 .*, got -1"),
-        ({"rope_scaling": YARN, "rope_parameters": None}, "rope: expected 1.0 with use_qk_norm, got 'attention_f"),
+        ({"rope_scaling": YARN, "rope_parameters": None}, "attention_factor: expected 1.0 with norms .*, got 1.1"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor: expected 1.0, got 0.5"),
     ],
     "lfm2": [
