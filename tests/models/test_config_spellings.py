@@ -151,9 +151,9 @@ def test_config_with_any_spelling_of_the_sizes_equals_transformers_or_is_refused
 
 
 LINEAR = {"rope_type": "linear", "factor": 2.0}
-UNSCALED = ("phi3", "gemma4_text", "gemma4_unified_text")  # transformers refuses a scaling of these, or cannot run it
 ROPE_KEYS = ("rope_theta", "rope_parameters", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor")
-UNSCALED = ("phi3", "gemma4_text", "mistral4", "laguna")  # transformers refuses, ignores or cannot run other ropes
+# Transformers refuses, ignores or cannot run other ropes of these.
+UNSCALED = ("phi3", "gemma4_text", "gemma4_unified_text", "mistral4", "laguna")
 
 
 @pytest.mark.parametrize(

@@ -107,6 +107,14 @@ def test_folder_of_gemma4_with_an_image_encoder_and_the_spellings_of_its_authors
     assert families.read_config({**old, **more}).layers[2].attention.kv_heads == 2, "the key counts with shared values"
 
 
+def test_sizes_of_layers_of_gemma4_are_read_with_zeros_before_their_index(golden: Path) -> None:
+    """As transformers 5 names the layers of models with more than ten of them."""
+    fields = json.loads((golden / "families" / "gemma4_text" / "config.json").read_text())
+    (index,), (sizes,) = zip(*fields["per_layer_config"].items(), strict=True)
+    padded = families.read_config({**fields, "per_layer_config": {f"0{index}": sizes}})
+    assert padded == families.read_config(fields) != families.read_config({**fields, "per_layer_config": {}})
+
+
 def test_folder_of_gemma4_with_encoders_and_keys_that_no_layer_reads_is_loaded_without_them(
     golden: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -197,6 +205,10 @@ BAD: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"enable_moe_block": True}, "num_experts: expected an integer, got None"),
         ({"num_kv_shared_layers": 1}, "num_kv_shared_layers: expected fewer, .* of type full_attention, got 1"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention: expected null or 'vision', got 'all'"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention: expected null or 'vision', got True"),
+        ({"per_layer_config": {"3": {"head_dim": 32}}}, "per_layer_config: expected one entry .* below 3, got"),
+        ({"per_layer_config": {"full_attention": {}}}, "per_layer_config: expected one entry .* below 3, got"),
+        ({"per_layer_config": {"2": {}, "02": {}}}, "per_layer_config: expected one entry a layer, .* below 3, got"),
         ({"per_layer_config": {"0": {"sliding_window": 3}}}, "per_layer_config: 0: expected head_dim and .*, got"),
         ({"per_layer_config": {"2": {"head_dim": 31}}}, "head_dim: expected an even number, got 31"),
         ({"per_layer_config": {"2": {"num_key_value_heads": 3}}}, "num_key_value_heads: expected a divisor .*, got 3"),
@@ -210,7 +222,7 @@ BAD: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"num_kv_shared_layers": 4}, "num_kv_shared_layers: expected fewer, .* of type full_attention, got 4"),
         ({"num_kv_shared_layers": 6}, "num_kv_shared_layers: expected fewer, .* full_attention and sliding_.*, got 6"),
         ({"num_kv_shared_layers": 7}, "num_kv_shared_layers: expected fewer, .*, got 7"),
-        ({"per_layer_config": {"5": {"head_dim": 32}}}, "num_kv_shared_layers: expected 1 key-value heads of 32 chan"),
+        ({"per_layer_config": {"5": {"head_dim": 32}}}, "expected 1 key-value heads of 32 .*layer 2, got 1 of 16 cha"),
         ({"use_double_wide_mlp": 1}, "use_double_wide_mlp: expected true or false, got 1"),
     ],
     "gemma4_26b_a4b": [
@@ -272,6 +284,7 @@ BAD: dict[str, list[tuple[dict[str, Any], str]]] = {
     "muse_glimmer": [
         ({"layer_rope_theta": [5e5, 5e5, 1e4, 0]}, "layer_rope_theta: expected 4 numbers, .* rope_theta 500000 or 0"),
         ({"layer_rope_theta": [5e5, 0]}, "layer_rope_theta: expected 4 numbers, one for each layer, .* got"),
+        ({"rope_parameters": {**YARN, "rope_theta": 5e5}}, "attention_factor: expected 1.0 with norms .*, got 1.1"),
         ({"output_multiplier": 0}, "output_multiplier: expected a finite number above 0, got 0"),
         ({"post_norm_eps": "small"}, "post_norm_eps: expected a number, got 'small'"),
         ({"attention_bias": True}, "attention_bias: expected False, got True"),
@@ -298,7 +311,7 @@ BAD: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"num_experts_per_tok": 4}, "num_experts_per_tok: expected at most 3, .*, got 4"),
         ({"moe_layers": "all"}, "moe_layers: expected a list of integers from 0, got 'all'"),
         ({"intermediate_size_mlp": -1}, "intermediate_size_mlp: expected an integer from 1 .*, got -1"),
-        ({"rope_scaling": YARN, "rope_parameters": None}, "rope: expected 1.0 with use_qk_norm, got 'attention_f"),
+        ({"rope_scaling": YARN, "rope_parameters": None}, "attention_factor: expected 1.0 with norms .*, got 1.1"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor: expected 1.0, got 0.5"),
     ],
     "lfm2": [

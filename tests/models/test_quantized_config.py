@@ -55,6 +55,15 @@ def test_config_of_each_format_gives_its_scheme(name: str) -> None:
     assert read(made.FORMATS[name].config) == SCHEMES[name]
 
 
+def test_fp8_with_the_spellings_of_minimax_m2_excludes_the_router_alone() -> None:
+    excluded = ["gate", "e_score_correction_bias", "lm_head"]
+    config = changed(changed(BLOCKS, ["fmt"], "float8_e4m3fn"), ["modules_to_not_convert"], excluded)
+    scheme = read(config)
+    assert scheme == Scheme("fp8", "block", (32, 16), "dynamic", tuple(excluded))
+    layer = "model.layers.0.block_sparse_moe"
+    assert [scheme.exclusion(f"{layer}.{name}") for name in ("gate", "experts.0.w1")] == ["gate", None]
+
+
 def test_scheme_as_text_names_what_shares_a_scale_and_what_is_not_used() -> None:
     assert str(SCHEMES["fp8 by block"]) == (
         "fp8, float8 weights with a scale per block of 32 x 16; its dynamic scales of activations are not used"
@@ -116,7 +125,7 @@ UNSUPPORTED = [
     (changed(ROWS, ["sparsity_config"], {"format": "sparse-24-bitmask"}), "format: expected 'dense', got 'sparse-24"),
     (changed(made.MODELOPT, ["quant_algo"], "NVFP4"), "quant_algo: expected 'FP8', got 'NVFP4'"),
     (changed(made.MODELOPT, ["config_groups"], ROWS["config_groups"]), "config_groups: expected one scale per tensor"),
-    (changed(BLOCKS, ["fmt"], "e5m2"), "fmt: expected 'e4m3', got 'e5m2'"),
+    (changed(BLOCKS, ["fmt"], "e5m2"), "fmt: expected 'e4m3' or 'float8_e4m3fn', got 'e5m2'"),
     (changed(BLOCKS, ["expert_dtype"], "fp4"), "expert_dtype: expected 'fp8', got 'fp4'"),
     (changed(BLOCKS, ["modules_to_convert"], ["model.embed_tokens"]), "modules_to_convert: expected none"),
 ]  # fmt: skip

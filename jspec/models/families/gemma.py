@@ -13,7 +13,7 @@ from jspec.models.config.decoder_config import ModelConfig
 from jspec.models.config.hf_config import FULL, SLIDING, read_layer_types, read_rope, read_ropes
 from jspec.models.config.layer_config import LayerConfig
 from jspec.models.families import register
-from jspec.models.families.gemma4_layers import NAMES, ONE_BY_ONE, shared, with_sizes, with_unread
+from jspec.models.families.gemma4_layers import NAMES, ONE_BY_ONE, layer_sizes, shared, with_sizes, with_unread
 from jspec.models.families.llama import Llama
 from jspec.models.mixers.gqa import GQA
 from jspec.models.mixers.mixer import Mixer
@@ -144,8 +144,9 @@ class Gemma4(Gemma2):
         return ropes
 
     def mixers(self, fields: Fields, heads: GQA, ropes: Sequence[Rope], types: Sequence[str]) -> Sequence[Mixer]:
-        made = super().mixers(fields, heads, ropes, types)
-        sized = [with_sizes(fields, index, mixer) for index, mixer in enumerate(made) if isinstance(mixer, GQA)]
+        made, entries = super().mixers(fields, heads, ropes, types), layer_sizes(fields, len(types))
+        pairs = [(entries.get(index, Fields({})), mixer) for index, mixer in enumerate(made)]
+        sized = [with_sizes(fields, entry, mixer) for entry, mixer in pairs if isinstance(mixer, GQA)]
         return shared(fields, sized, types)
 
     def mlps(self, fields: Fields, dense: Dense) -> Sequence[Dense | Experts]:
@@ -159,8 +160,8 @@ class Gemma4(Gemma2):
         return [replace(experts, shared=width) for width in widths]
 
     def attention(self, fields: Fields) -> dict[str, Any]:
-        if fields.get("use_bidirectional_attention") == "all":
-            raise unsupported("use_bidirectional_attention", "all", "null or 'vision'")
+        if (value := fields.get("use_bidirectional_attention")) not in (None, False, "vision"):
+            raise unsupported("use_bidirectional_attention", value, "null or 'vision'")
         return {"scale": 1.0, "qk_norm": "head", "v_norm": True}
 
     def layer(self, fields: Fields) -> dict[str, Any]:

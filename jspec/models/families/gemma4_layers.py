@@ -45,19 +45,31 @@ UNREAD = {
 }
 
 
-def with_sizes(fields: Fields, index: int, heads: GQA) -> GQA:
+def layer_sizes(fields: Fields, count: int) -> dict[int, Fields]:
+    """Return the entries of `per_layer_config` (transformers 5) by the index of their layer.
+
+    Names are indices, with zeros before them in files of more than ten layers.
+
+    Args:
+        fields: parsed config.json.
+        count: number of layers.
+    """
+    entries = fields.object("per_layer_config")
+    sizes = {int(name): entries.object(name) for name in entries if name.isdecimal()}
+    if len(sizes) != len(entries) or max(sizes, default=0) >= count:
+        raise fields.error("per_layer_config", f"one entry a layer, named by an index below {count}")
+    return sizes
+
+
+def with_sizes(fields: Fields, sizes: Fields, heads: GQA) -> GQA:
     """Return the attention of a layer with the sizes of its heads.
 
     Args:
         fields: parsed config.json. Full layers have the sizes of `global_head_dim` and `num_global_key_value_heads`;
-            in files with `per_layer_config` (transformers 5) a layer has the sizes of its entry there instead, whose
-            name is its index, with leading zeros if there are more than ten layers.
-        index: index of the layer.
+            in files with `per_layer_config` (transformers 5) a layer has the sizes of its entry there instead.
+        sizes: entry of the layer; empty: it has none.
         heads: attention with the sizes of sliding layers.
     """
-    layers = fields.object("per_layer_config")
-    names = [name for name in layers if name.isdecimal() and int(name) == index]
-    sizes = layers.object(names[0] if names else str(index))
     if unknown := sorted(sizes.keys() - {"head_dim", "num_key_value_heads"}):
         raise unsupported(sizes.place, unknown, "head_dim and num_key_value_heads")
     is_full, dim, count = heads.window is None, heads.head_dim, heads.kv_heads

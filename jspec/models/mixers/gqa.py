@@ -147,7 +147,9 @@ class GQA(Attention):
         if self.v_norm and self.qk_norm == "all":
             raise unsupported("v_norm", True, "False with norms of all heads together")
         if self.qk_norm == "unit" and self.rope.attention_factor != 1.0:  # a norm after the rotation would remove it
-            raise unsupported("rope", f"attention_factor {self.rope.attention_factor}", "1.0 with use_qk_norm")
+            raise unsupported(
+                "attention_factor", self.rope.attention_factor, "1.0 with norms of q and k without weights"
+            )
         self.rope.check(self.head_dim)
 
     def params(self, hidden: int, inputs: int, norm_dtype: str | None) -> dict[str, ParamSpec]:

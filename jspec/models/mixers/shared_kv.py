@@ -51,12 +51,14 @@ class SharedKV(GQA):
     def check_after(self, mixers: Sequence[Mixer]) -> None:
         """Check that the source is an earlier layer with keys and values of the same form; `Mixer.check_after`."""
         of_source = mixers[self.source] if self.source < len(mixers) else None
-        sizes = (of_source.kv_heads, of_source.head_dim) if isinstance(of_source, GQA) else None
-        if sizes != (self.kv_heads, self.head_dim) or isinstance(of_source, SharedKV):
+        has_pools = not isinstance(of_source, SharedKV)
+        sizes = (of_source.kv_heads, of_source.head_dim) if isinstance(of_source, GQA) and has_pools else None
+        if sizes != (self.kv_heads, self.head_dim):
+            got = "none" if sizes is None else f"{sizes[0]} of {sizes[1]} channels"
             raise CheckpointError(
                 "num_kv_shared_layers",
-                f"expected {self.kv_heads} key-value heads of {self.head_dim} channels in an earlier layer "
-                f"{self.source} with attention, got {of_source}; correct config.json",
+                f"expected {self.kv_heads} key-value heads of {self.head_dim} channels in the earlier layer "
+                f"{self.source}, got {got}; correct config.json",
             )
 
     def params(self, hidden: int, inputs: int, norm_dtype: str | None) -> dict[str, ParamSpec]:

@@ -83,7 +83,7 @@ def _fp8(config: Fields) -> Scheme:
     excluded = ("modules_to_not_convert", "ignored_layers")
     known = ("quant_method", "fmt", "activation_scheme", "weight_block_size", "scale_fmt", "expert_dtype")
     refuse_others(config, *known, *excluded, "kv_cache_scheme", "dequantize")
-    expect(config, "fmt", "e4m3")
+    expect(config, "fmt", "e4m3", "float8_e4m3fn")  # the latter in MiniMax M2
     expect(config, "activation_scheme", "dynamic", "static")
     expect(config, "scale_fmt", "float", "ue8m0")
     expect(config, "expert_dtype", "fp8")
