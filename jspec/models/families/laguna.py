@@ -35,7 +35,7 @@ class Laguna(Llama):
     }  # fmt: skip
     fixed: ClassVar = {
         "mlp_bias": False, "rope_scaling": None, "moe_apply_router_weight_on_input": False,
-        "moe_router_logit_softcapping": 0.0,
+        "moe_router_logit_softcapping": 0.0, "norm_topk_prob": True, "swa_attention_sink_enabled": False,
     }  # fmt: skip
     names: ClassVar = {
         **Qwen35.names,

@@ -26,12 +26,19 @@ def with_auto_axes(array: Any) -> Any:
 
 
 def on_one(array: jax.Array) -> jax.Array:
-    """Return an array on one device with all values of an array that may be divided over several."""
+    """Return an array on one device with all values of an array that may be divided over several.
+
+    Raises:
+        ValueError: the array is divided in another way than over the axes of a mesh.
+    """
     sharding = array.sharding
     if len(sharding.device_set) == 1:
         return array
     if not sharding.is_fully_replicated:
-        assert isinstance(sharding, NamedSharding)
+        if not isinstance(sharding, NamedSharding):
+            raise ValueError(
+                f"weights: expected arrays divided over the axes of a mesh, got {sharding}; bring them there"
+            )
         array = jax.jit(_same, out_shardings=NamedSharding(sharding.mesh, P()))(array)
     return array.addressable_data(0)
 
