@@ -294,6 +294,8 @@ BAD: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"gating": False}, "gating: expected True or 'per-head' or 'per-element', got False"),
         ({"num_attention_heads_per_layer": [4, 6]}, "num_attention_heads_per_layer: expected 4 integers .*, got"),
         ({"num_attention_heads_per_layer": [4, 5, 6, 4]}, "num_key_value_heads: expected a divisor .* 5, got 2"),
+        ({"norm_topk_prob": False}, "norm_topk_prob: expected True, got False"),
+        ({"swa_attention_sink_enabled": True}, "swa_attention_sink_enabled: expected False, got True"),
         ({"moe_router_logit_softcapping": 3.0}, "moe_router_logit_softcapping: expected 0.0, got 3.0"),
         ({"moe_apply_router_weight_on_input": True}, "moe_apply_router_weight_on_input: expected False, got True"),
         ({"rope_parameters": {"rope_type": "default"}}, "rope_parameters: expected an object for each layer type, got"),
