@@ -43,7 +43,7 @@ SUB_FLOORS = {  # of packages that are divided, from the lowest floor up
         ("ngram", "suffix", "draft_model", "medusa", "eagle", "dflash"),
         ("mtp", "peagle", "dspark", "dflash2", "beside"),
         ("auto",),
-        ("named", "verifier"),
+        ("named", "verifier", "choice"),
     ),
     "jspec.models": (
         ("parts",),

@@ -51,6 +51,8 @@ def make_drafter(source: Any, *, dtype: str | None = None, mesh: Mesh | None = N
             return with_lookup(make_drafter(head, dtype=dtype, mesh=mesh), lookup)
     if isinstance(source, os.PathLike) or (isinstance(source, str) and _is_place(source)):
         return load_drafter(source, dtype=dtype, mesh=mesh)
+    if source == "auto":
+        raise ValueError('drafter: "auto" expected a target by its path, got one in memory; name the drafter')
     raise (ValueError if isinstance(source, str) else TypeError)(
         f"drafter: expected {EXPECTED}, got {short(source)}{_remedy(source)}"
     )

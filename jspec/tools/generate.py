@@ -131,7 +131,13 @@ def prepare(arguments: argparse.Namespace) -> Tokenizer:
 
 
 def _take_named_target(arguments: argparse.Namespace) -> None:
-    """Let a head that --target names be the drafter, and the model that it names the target."""
+    """Take the drafter of --draft auto; let a head that --target names be the drafter of the target that it names."""
+    if arguments.draft is not None:
+        from jspec.draft.choice import choose_drafter  # here, because it imports jax
+
+        choice = choose_drafter(demo.folder(arguments.target, "target"))
+        setattr(arguments, choice.method, choice.path or True)
+        print(f"drafter: {choice}", file=sys.stderr)
     if any(getattr(arguments, name) for name in (*PRETRAINED, "ngram", "suffix")) or arguments.target == demo.NAME:
         return
     if (named := named_target(arguments.target)) is None:

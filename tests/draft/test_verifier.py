@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from convert.fields import CheckpointError
-from jspec import Engine
+from jspec import MTP, Eagle3, Engine
+from jspec.draft.choice import DrafterChoice, choose_drafter
 from jspec.draft.verifier import NamedTarget, named_target
 from jspec.tools import generate, info, serve
 from jspec.tools.command_line import make_parser
@@ -67,6 +68,25 @@ def test_model_of_the_server_is_its_target_and_may_be_such_a_head(tmp_path: Path
     assert (arguments.target, arguments.eagle3) == (target, head)
     with pytest.raises(ValueError, match=r"--target: expected none with the model .*, got .*; leave it out"):
         serve._take_model(make_parser().parse_args(["serve", str(head), "--target", str(target)]))
+
+
+def test_drafter_auto_is_that_beside_the_target_or_its_own_layer_or_a_suffix(tmp_path: Path, golden: Path) -> None:
+    target, head = pair_of(tmp_path)
+    assert choose_drafter(target) == DrafterChoice("suffix", None)
+    own = golden / "families" / "glm4_moe"
+    assert choose_drafter(own) == DrafterChoice("mtp", own)
+    assert isinstance(DrafterChoice("mtp", own).load(dtype="float32"), MTP)
+    beside = target / "drafter"
+    head.rename(beside)
+    assert choose_drafter(target) == DrafterChoice("eagle3", beside)
+    arguments = make_parser().parse_args(["serve", str(target), "--tokenizer", "bytes", "--draft", "auto"])
+    serve._take_model(arguments)
+    generate.prepare(arguments)
+    assert (arguments.target, arguments.eagle3, arguments.tree) == (target, beside, None)
+    with Engine.from_pretrained(target, drafter="auto", slots=1, max_len=32, dtype="float32") as engine:
+        assert isinstance(engine.core.runner.program.drafter, Eagle3)
+        with pytest.raises(ValueError, match='"auto" expected a target by its path'):
+            Engine(engine.core.runner.params.main, drafter="auto")
 
 
 def test_names_that_lead_to_no_such_target_are_refused_before_weights_are_read(tmp_path: Path) -> None:

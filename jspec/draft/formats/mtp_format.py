@@ -24,7 +24,7 @@ from jspec.models.families.deepseek import DeepseekV3, KimiK2
 from jspec.models.families.glm import Glm4Moe, Glm4MoeLite
 from jspec.models.families.llama import Llama
 from jspec.models.families.qwen_hybrid import Qwen3Next, Qwen35, Qwen35Moe
-from jspec.models.load import Format, text_model, with_scheme
+from jspec.models.load import Format, text_model, text_names, with_scheme
 from jspec.models.parts.checks import unsupported
 from jspec.models.parts.param_spec import Params
 from jspec.models.weights.params import rows
@@ -130,6 +130,20 @@ def read_mtp(fields: Fields, names: Collection[str], *, norm_output: bool = True
     sizes = {"draft_vocab_size": read["vocab_size"], "target_hidden_size": read["hidden_size"]}
     options = {**read, **sizes, "layers": read["layers"][-1:], "norm_output": norm_output}
     return MTPConfig(**options, feature_layers=None, source_format="the model's own"), FAMILIES[kind]
+
+
+def has_mtp_layer(fields: Fields, source: Source) -> bool:
+    """Return whether a target's folder has tensors of a layer of its own that predicts further tokens, and we read it.
+
+    Args:
+        fields: parsed config.json.
+        source: the folder's tensors.
+    """
+    fields = fields.object("text_config") or fields
+    if fields.text("model_type", "llama") not in FAMILIES:
+        return False
+    naming = mtp_names(fields)
+    return any(naming.reads(name) for name in text_names(source.tensors))
 
 
 def _check_count(fields: Fields, names: Collection[str]) -> None:

@@ -13,6 +13,7 @@ from jspec.core.engine_options import EngineOptions
 from jspec.core.foreign_names import check_names
 from jspec.core.shorten import short
 from jspec.draft.auto import load_drafter
+from jspec.draft.choice import AUTO, choose_drafter
 from jspec.draft.named import DrafterSource, make_drafter
 from jspec.draft.verifier import named_target
 from jspec.engine.callers.engine_thread import ENDED, EngineThread
@@ -125,7 +126,7 @@ class Engine(TextGenerator, TrainerCalls):
         Args:
             path: a Hugging Face folder, a folder written by ``python -m convert``, a hub id, or a loaded model. Without
                 a drafter it may be a head that names its target (`jspec.draft.verifier`), and stands for both.
-            drafter: as for `Engine`.
+            drafter: as for `Engine`; "auto": what the target's folder has (`jspec.draft.choice`).
             dtype: dtype of the weights, also of a drafter that is given by its path; None or "auto": float32 on CPU,
                 bfloat16 elsewhere.
             tokenizer: as for `Engine`; None: the folder's tokenizer, if it has one.
@@ -148,6 +149,8 @@ class Engine(TextGenerator, TrainerCalls):
         mesh = mesh_for(config)
         if drafter is None and (named := named_target(path)) is not None:
             drafter, path = load_drafter(path, dtype=dtype, length=named.length, mesh=mesh), named.path
+        if drafter == AUTO:
+            drafter = choose_drafter(path).load(dtype=dtype)
         proposes = make_drafter(drafter, dtype=dtype, mesh=mesh)  # first, because it is the smaller checkpoint
         made: dict[str, Any] = {}  # from the folder, checked before weights are read
         checkpoint = load.load(

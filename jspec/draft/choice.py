@@ -1,0 +1,66 @@
+"""Chooses a drafter for a target by what its folder has: `drafter="auto"`, `--draft auto`."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from convert import hub, orbax
+from convert.fields import read_json
+from convert.sources import open_source
+from jspec.draft.auto import load_drafter, read_header
+from jspec.draft.base import Drafter
+from jspec.draft.formats.mtp_format import has_mtp_layer
+from jspec.draft.mtp import MTP
+from jspec.draft.suffix import Suffix
+
+logger = logging.getLogger(__name__)
+AUTO = "auto"
+SUBFOLDER = "drafter"  # of a target's folder, with its drafter
+
+
+@dataclass(frozen=True)
+class DrafterChoice:
+    """A drafter that was chosen for a target.
+
+    Attributes:
+        method: method of the drafter, as the command line names it: "eagle3", "mtp", "suffix", ...
+        path: folder of its weights; None: it has none.
+    """
+
+    method: str
+    path: Path | None
+
+    def __str__(self) -> str:
+        flag = f"--{self.method.replace('_', '-')}"
+        return flag if self.path is None else f"{flag} {self.path}"
+
+    def load(self, *, dtype: str | None = None) -> Drafter:
+        """Return the drafter with its default tree."""
+        if self.path is None:
+            return Suffix()
+        load = MTP.from_pretrained if self.method == MTP.method else load_drafter
+        return load(self.path, dtype=dtype)
+
+
+def choose_drafter(target: str | os.PathLike[str]) -> DrafterChoice:
+    """Choose a drafter: the folder `drafter` in the target's folder, else its MTP layer, else a `Suffix`.
+
+    Args:
+        target: folder or hub id ("owner/name") of the target.
+
+    Raises: the errors of `jspec.draft.auto.read_header` for the folder `drafter`.
+    """
+    folder = hub.find(target)
+    beside = folder / SUBFOLDER
+    if beside.is_dir():
+        kind = read_header(beside).kind
+        choice = DrafterChoice("draft_model" if kind == "target" else kind, beside)
+    elif not orbax.is_checkpoint(folder) and has_mtp_layer(read_json(folder / "config.json"), open_source(folder)):
+        choice = DrafterChoice(MTP.method, folder)
+    else:
+        choice = DrafterChoice("suffix", None)
+    logger.info("the drafter is chosen by what the folder of the target has: %s", choice)
+    return choice
