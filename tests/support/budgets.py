@@ -42,7 +42,7 @@ BUDGETS = {
     "tests/engine/test_update_weights.py": 60,
     "tests/engine/test_updated_drafters.py": 60,
     "tests/rollouts/test_grpo.py": 10,
-    "tests/rollouts/test_tunix.py": 50,
+    "tests/rollouts/test_tunix.py": 82,
     "tests/train/test_log_probs.py": 18,
     "tests/train/test_online.py": 13,
     "tests/faults/test_nan_logits.py": 13,
