@@ -336,6 +336,6 @@ def test_eagle1_head_config_with_unsupported_option_raises_naming_the_option(cha
 
 def test_head_config_from_json_with_unknown_method_raises():
     with pytest.raises(
-        ValueError, match="method: expected one of eagle3, peagle, eagle, mtp, dflash, dspark, got 'eagle4'"
+        ValueError, match="method: expected one of eagle3, peagle, eagle, mtp, dflash, dspark, dflash2, got 'eagle4'"
     ):
         HeadConfig.from_json({**read(HEAD).to_json(), "method": "eagle4"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -814,7 +815,7 @@ def theirs(name: str, more: Mapping[str, Any], folder: Path) -> Any:
     torch.manual_seed(0)
     kind = f"{name}Text" if name in ("Gemma3", "Gemma4", "Gemma4Unified", "Llama4", "Qwen3_5", "Qwen3_5Moe") else name
     made = getattr(transformers, f"{name}ForCausalLM")(
-        getattr(transformers, f"{kind}Config")(**{**SIZES, **more})
+        getattr(transformers, f"{kind}Config")(**deepcopy({**SIZES, **more}))  # it changes the objects in place
     ).eval()
     with torch.no_grad():
         for parameter in made.parameters():
