@@ -62,9 +62,7 @@ def _add_drafter_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--tree", help=about)
     about = f"accept rule: {', '.join(ACCEPT_RULES)}"
     group.add_argument("--accept", default=ACCEPT_RULES[0], metavar="RULE", help=about)
-    group.add_argument("--draft-quantize", metavar="KIND", help="quantise a head, an MTP layer or a draft model")
     group.add_argument("--draft-vocab", metavar="N|FILE", help="tokens that a head with the target's head drafts")
-    group.add_argument("--draft-kv-dtype", metavar="DTYPE", help="dtype of the drafter's cache")
     group.add_argument("--draft-window", type=int, metavar="W", help="newest tokens that the drafter attends to")
     about = "device of the draft model, counted from 0; default: the target's devices"
     group.add_argument("--draft-device", type=int, metavar="N", help=about)
@@ -82,6 +80,8 @@ def _add_weight_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--quantize", metavar="KIND", help=f"quantise the target's weights: {kinds}")
     about = f"dtype of the target's cache: {dtypes}; default: the weights'"
     group.add_argument("--kv-dtype", metavar="DTYPE", help=about)
+    group.add_argument("--draft-quantize", metavar="KIND", help="quantise a head, an MTP layer or a draft model")
+    group.add_argument("--draft-kv-dtype", metavar="DTYPE", help="dtype of the drafter's cache")
     about = f"largest number of tokens, prompt included; default: {EngineConfig.max_len}, or the target's if it is less"
     group.add_argument("--max-len", type=int, help=about)
 
