@@ -76,19 +76,24 @@ class DFlash(PretrainedHead):
     ) -> None:
         name = type(self).__name__
         check_part(name, "head", head, self.weights_type, f"{name}.from_pretrained(path)")
-        config, deepest = head.config, self.max_depth(head)
+        config = head.config
         if config.method != self.method:
             raise TypeError(f"{name}: head: expected a head of method {self.method!r}, got one of {config.method!r}")
         tree = tree_of(name, self.chain(head) if tree is None else tree)
         self.head = head
         self.tree = tree
         self.draft_window = check_window(name, draft_window, tree)
+        self._check_tree()
+        self.draft_vocab = check_vocabulary(name, draft_vocab, config, head.head, tree)
+
+    def _check_tree(self) -> None:
+        """Raise a ValueError if the head cannot draft the tree."""
+        tree, deepest = self.tree, self.max_depth(self.head)
         if tree.depth > deepest:
             raise ValueError(
-                f"{name}: expected a tree at most {deepest} deep, because the head's block_size is "
-                f"{config.block_size}, got {tree}, which is {tree.depth} deep; cut the tree"
+                f"{type(self).__name__}: expected a tree at most {deepest} deep, because the head's block_size is "
+                f"{self.head.config.block_size}, got {tree}, which is {tree.depth} deep; cut the tree"
             )
-        self.draft_vocab = check_vocabulary(name, draft_vocab, config, head.head, tree)
 
     @classmethod
     def file_format(cls, kind: str, overrides: Overrides, dequantize: bool) -> Format:

@@ -8,18 +8,16 @@ draft is a chain or a tree of paths through it.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, final
+from typing import final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jspec.core.records import Draft, SlotView
-from jspec.core.tree import Tree
 from jspec.draft.dflash import DFlash, DraftedBlock
 from jspec.draft.dflash2_head import BoundDFlash2, DFlash2Head
-from jspec.draft.draft_vocab import DraftVocab
 from jspec.draft.expand_block import expand_corrected
 from jspec.models.decoder import Model
 from jspec.models.parts.kv_pool import KVPool
@@ -40,17 +38,9 @@ class DFlash2(DFlash):
     weights_type = DFlash2Head
     head: DFlash2Head
 
-    def __init__(
-        self,
-        head: DFlash2Head,
-        tree: Tree | str | None = None,
-        *,
-        draft_window: int | None = None,
-        draft_vocab: DraftVocab = None,
-    ) -> None:
-        super().__init__(head, tree, draft_window=draft_window, draft_vocab=draft_vocab)
-        most = head.config.selector_top_k
-        if self.tree.branching > most:
+    def _check_tree(self) -> None:
+        super()._check_tree()
+        if self.tree.branching > (most := self.head.config.selector_top_k):
             raise ValueError(
                 f"DFlash2: tree: expected at most {most} children of a node, the selector_top_k of the head, got "
                 f"{self.tree} with {self.tree.branching}; take a tree with fewer"
@@ -80,15 +70,17 @@ class DFlash2(DFlash):
 
         return expand_corrected(self.tree, view, params.vocabulary, block.logits, correct), cache
 
-    def _candidates(self, block: DraftedBlock, view: SlotView) -> Any:
-        """Return the draft ids of the likeliest tokens at each depth [batch, depth, candidates]."""
+    def _candidates(self, block: DraftedBlock, view: SlotView) -> Int[Array, "batch depth candidates"]:
+        """Return the draft ids of the likeliest tokens at each depth."""
         count = min(self.head.config.selector_top_k, block.logits.shape[-1])
         _, ids = sampler.most_likely(block.logits, count, implementation=view.implementation)
         return ids.reshape(*block.logits.shape[1:3], count)
 
 
-def _scattered(scores: Float[Array, "batch nodes candidates"], ids: Any, size: int) -> Array:
-    """Return scores by draft id [batch, nodes, size]; `EXCLUDED` for other tokens."""
+def _scattered(
+    scores: Float[Array, "batch nodes candidates"], ids: Int[Array, "batch candidates"], size: int
+) -> Float[Array, "batch nodes size"]:
+    """Return scores by draft id; `EXCLUDED` for other tokens."""
     batch, nodes, _ = scores.shape
     rows = np.arange(batch)[:, None, None], np.arange(nodes)[None, :, None], ids[:, None]
     return jnp.full((batch, nodes, size), EXCLUDED).at[rows].set(scores)

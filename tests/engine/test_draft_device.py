@@ -16,7 +16,20 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from jspec import Completion, DFlash, DraftModel, Eagle, Eagle3, Engine, Medusa, Model, NGram, SamplingParams, Suffix
+from jspec import (
+    Completion,
+    DFlash,
+    DFlash2,
+    DraftModel,
+    Eagle,
+    Eagle3,
+    Engine,
+    Medusa,
+    Model,
+    NGram,
+    SamplingParams,
+    Suffix,
+)
 from jspec.engine.schedule.draft_length import DispatchResult, Policy
 from jspec.step import memory
 from jspec.step.executable_key import ExecutableKey
@@ -384,7 +397,7 @@ def test_impossible_devices_of_a_draft_model_are_refused_by_name(
         build()
 
 
-@pytest.mark.parametrize("method", [Eagle3, Eagle, Medusa, DFlash, NGram, Suffix])
+@pytest.mark.parametrize("method", [Eagle3, Eagle, Medusa, DFlash, DFlash2, NGram, Suffix])
 def test_drafters_without_devices_of_their_own_say_why(method: type[Any]) -> None:
     reason = "it has no weights" if method in (NGram, Suffix) else "it reads the target's hidden states in every round"
     for call in (method, getattr(method, "from_pretrained", method)):
