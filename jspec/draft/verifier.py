@@ -48,9 +48,7 @@ def named_target(path: str | os.PathLike[str]) -> NamedTarget | None:
         CheckpointError: the head names no target, one that is a head, or one of another architecture or vocabulary.
     """
     folder = hub.find(path, tokenizer=True)
-    if not (folder / "config.json").is_file():
-        return None
-    fields = read_json(folder / "config.json")
+    fields = _config(folder)
     kind = fields.text("speculators_model_type", "")
     if "speculators_config" not in fields or kind not in KINDS:
         return None
@@ -71,10 +69,14 @@ def named_target(path: str | os.PathLike[str]) -> NamedTarget | None:
 
 def target_name(folder: Path) -> str | None:
     """Return what a head's folder gives as the name of its target; None: nothing."""
-    if not (folder / "config.json").is_file():
-        return None
-    name = read_json(folder / "config.json").object("speculators_config").object("verifier").get("name_or_path")
+    name = _config(folder).object("speculators_config").object("verifier").get("name_or_path")
     return name if isinstance(name, str) else None
+
+
+def _config(folder: Path) -> Fields:
+    """Return the parsed config.json of a folder; empty: there is none."""
+    file = folder / "config.json"
+    return read_json(file) if file.is_file() else Fields({})
 
 
 def _check(head: Fields, verifier: Fields, target: str) -> None:
