@@ -25,7 +25,7 @@ class Rollouts:
     """Prompts with their completions, as rows of one size.
 
     Attributes:
-        tokens: token ids, prompt first; 0 behind the end.
+        tokens: token ids, prompt first; 0 after the last token.
         lengths: number of tokens of each row.
         starts: number of the prompt's tokens.
         log_probs: log-probability with which the engine sampled each token of the completion; 0 elsewhere.

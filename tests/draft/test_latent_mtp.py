@@ -35,7 +35,7 @@ from tests.support.recordings import recording
 pytestmark = pytest.mark.once
 
 FAMILY = "glm4_moe_lite"
-LAYER = "model.layers.3."  # behind the three layers of the recorded model
+LAYER = "model.layers.3."  # after the three layers of the recorded model
 EPS = 1e-5  # of the norms of hidden states
 
 
@@ -109,7 +109,7 @@ def weight_of(tensors: Tensors, prefix: str, name: str) -> np.ndarray:
 def reference(
     config: Mapping[str, Any], tensors: Tensors, tokens: list[int], features: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the logits of pairs of a token and the feature before it, and the states behind the last norm."""
+    """Return the logits of pairs of a token and the feature before it, and the states after the last norm."""
     weight = partial(weight_of, tensors, LAYER)
     embedded = norm(weight_of(tensors, "model.", "embed_tokens")[tokens], weight("enorm"))
     x = np.concatenate([embedded, norm(features, weight("hnorm"))], axis=-1) @ weight("eh_proj").T

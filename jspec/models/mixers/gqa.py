@@ -60,7 +60,7 @@ class GQA(Attention):
         sinks: whether each query head has a sink, a score without a value (gpt-oss, arXiv:2508.10925).
         output_gate: whether each head's output is multiplied by a function of further products of the layer's input.
             A checkpoint of Hugging Face stores their rows behind those of each query head.
-        gates_apart: whether it stores these rows in a tensor of their own instead, behind that of values (Muse).
+        gates_apart: whether it stores these rows in a tensor of their own instead, after that of values (Muse).
         head_gates: whether all channels of a head have one gate (Laguna).
         gate_function: function of the gates, "sigmoid" or "softplus".
         causal: whether a query attends to no later token, whatever the batch's mask says, which lets the tokens of a
