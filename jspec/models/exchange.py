@@ -56,6 +56,7 @@ class Arrays(Source):
         """Do nothing: a program cannot compare values, and a trainer with tied weights has one array for both."""
 
 
+FOR_OTHER_INPUTS = tuple(itertools.chain(*OTHER_INPUTS.values()))  # prefixes of tensors for images and sound
 Form = Callable[[str, Any], Any]  # stored name, array -> array in the layout of a checkpoint
 
 
@@ -111,7 +112,7 @@ def _is_left_out(name: str, config: ModelConfig) -> bool:
     (bare,) = text_names([name])
     layer = re.match(r"model\.layers\.(\d+)\.", bare)
     return (
-        name.startswith(tuple(itertools.chain(*OTHER_INPUTS.values())))
+        name.startswith(FOR_OTHER_INPUTS)
         or bool(LATER_TENSORS.fullmatch(bare))
         or (layer is not None and int(layer[1]) >= config.num_layers)
     )

@@ -39,7 +39,7 @@ def on_one(array: jax.Array) -> jax.Array:
             raise ValueError(
                 f"weights: expected arrays divided over the axes of a mesh, got {sharding}; bring them there"
             )
-        array = jax.jit(_same, out_shardings=NamedSharding(sharding.mesh, P()))(array)
+        array = over_mesh(array, NamedSharding(sharding.mesh, P()))
     return array.addressable_data(0)
 
 
@@ -63,6 +63,11 @@ def _part(array: jax.Array, index: tuple[slice, ...] | None) -> jax.Array:
 
 
 _slice = jax.jit(jax.lax.slice, static_argnums=(1, 2))  # a program has the bounds, so the host sends nothing
+
+
+def over_mesh(array: jax.Array, sharding: Sharding) -> jax.Array:
+    """Return an array divided otherwise over the devices that it is on, by a program of theirs."""
+    return jax.jit(_same, out_shardings=sharding)(array)
 
 
 def _same(array: jax.Array) -> jax.Array:

@@ -33,7 +33,7 @@ from jspec.models.mlps.mlp_config import Dense, Experts
 from jspec.models.mlps.shared_expert import check_apart
 from jspec.models.parts.checks import check_divided
 from jspec.models.parts.param_spec import Params, ParamSpec
-from jspec.models.parts.transfer import moved, with_auto_axes
+from jspec.models.parts.transfer import moved, over_mesh, with_auto_axes
 from pallas_kernels.layers.packed.int4 import reblocked
 from pallas_kernels.layers.shard import AXIS, Shard
 from pallas_kernels.layers.weights import Quantized
@@ -130,7 +130,7 @@ def put(array: Any, param: ParamSpec, mesh: Mesh, *, is_ordered: bool = False) -
         return jax.ShapeDtypeStruct((rows[0] + padding, *array.shape[1:]), array.dtype, sharding=sharding)
     ordered = _in_order(array, None if order is None else param, mesh.size, padding)
     if _is_on(array, mesh) and (order is not None or not sharding.is_fully_addressable):
-        return jax.jit(lambda array: array, out_shardings=sharding)(ordered)
+        return over_mesh(ordered, sharding)
     if not sharding.is_fully_addressable:
         _compare_later(sample(ordered))
     return to_devices(ordered, sharding)
