@@ -17,7 +17,6 @@ from jspec.draft.mtp import MTP
 from jspec.draft.suffix import Suffix
 
 logger = logging.getLogger(__name__)
-AUTO = "auto"
 SUBFOLDER = "drafter"  # of a target's folder, with its drafter
 
 

@@ -17,6 +17,7 @@ from jspec.draft.ngram import NGram
 from jspec.draft.suffix import Suffix
 
 LOOKUPS: Mapping[str, type[NGram | Suffix]] = {"ngram": NGram, "suffix": Suffix}
+AUTO = "auto"  # the drafter that the folder of a target decides
 # Draft tokens of a look-up that joins a tree: longer chains gain little more in text that is copied, nothing elsewhere.
 LOOKUP_LENGTH = 10
 WITHOUT_WEIGHTS: Mapping[str, Callable[[], Drafter | None]] = {"none": lambda: None, **LOOKUPS}
@@ -51,8 +52,8 @@ def make_drafter(source: Any, *, dtype: str | None = None, mesh: Mesh | None = N
             return with_lookup(make_drafter(head, dtype=dtype, mesh=mesh), lookup)
     if isinstance(source, os.PathLike) or (isinstance(source, str) and _is_place(source)):
         return load_drafter(source, dtype=dtype, mesh=mesh)
-    if source == "auto":
-        raise ValueError('drafter: "auto" expected a target by its path, got one in memory; name the drafter')
+    if isinstance(source, str) and source == AUTO:
+        raise ValueError(f'drafter: "{AUTO}" expected a target by its path, got one in memory; name the drafter')
     raise (ValueError if isinstance(source, str) else TypeError)(
         f"drafter: expected {EXPECTED}, got {short(source)}{_remedy(source)}"
     )

@@ -13,8 +13,8 @@ from jspec.core.engine_options import EngineOptions
 from jspec.core.foreign_names import check_names
 from jspec.core.shorten import short
 from jspec.draft.auto import load_drafter
-from jspec.draft.choice import AUTO, choose_drafter
-from jspec.draft.named import DrafterSource, make_drafter
+from jspec.draft.choice import choose_drafter
+from jspec.draft.named import AUTO, DrafterSource, make_drafter
 from jspec.draft.verifier import named_target
 from jspec.engine.callers.engine_thread import ENDED, EngineThread
 from jspec.engine.callers.text_generator import OPTIONS, TextGenerator
@@ -149,7 +149,7 @@ class Engine(TextGenerator, TrainerCalls):
         mesh = mesh_for(config)
         if drafter is None and (named := named_target(path)) is not None:
             drafter, path = load_drafter(path, dtype=dtype, length=named.length, mesh=mesh), named.path
-        if drafter == AUTO:
+        if isinstance(drafter, str) and drafter == AUTO:
             drafter = choose_drafter(path).load(dtype=dtype)
         proposes = make_drafter(drafter, dtype=dtype, mesh=mesh)  # first, because it is the smaller checkpoint
         made: dict[str, Any] = {}  # from the folder, checked before weights are read
