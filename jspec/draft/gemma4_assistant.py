@@ -121,28 +121,35 @@ class Gemma4Assistant(NewestStateDrafter):
         assert view.target is not None
         caches = view.target
         with jax.named_scope("root"):
-            logits, states = params.run(caches, self._batch(view, view.root[:, None]), state.of(view))
+            root = batch_of(view, view.root[:, None], self.draft_window)
+            logits, states = params.run(caches, root, state.of(view))
 
         def run_level(before: Float[Array, "batch parents hidden"], level: Level) -> tuple[PartialSums, Array]:
             if not self.tree.is_chain:
                 before = jnp.take_along_axis(before, level.parents[..., None], axis=1)
-            return params.run(caches, self._batch(view, level.tokens), before)
+            return params.run(caches, batch_of(view, level.tokens, self.draft_window), before)
 
         expanded, _ = expand_tree(self.tree, view, params.vocabulary, logits, states, run_level)
         return expanded.draft, state
 
-    def _batch(self, view: SlotView, tokens: Int[Array, "batch tokens"]) -> TokenBatch:
-        """Make a batch of tokens that all see the committed rows, with the last of these as their own row."""
-        last = jnp.maximum(view.lengths - 1, 0)
-        is_one = tokens.shape[1] == 1
-        return TokenBatch(
-            tokens=tokens,
-            positions=jnp.broadcast_to((view.lengths + POSITION)[:, None], tokens.shape),
-            valid=jnp.broadcast_to(view.active[:, None], tokens.shape),
-            first_row=last,
-            page_table=view.page_table,
-            bits=None if is_one else jnp.ones((*tokens.shape, 1), jnp.uint32),
-            numerics=view.numerics.relaxed,
-            new_rows=None if is_one else 1,
-            window=self.draft_window,
-        )
+
+def batch_of(view: SlotView, tokens: Int[Array, "batch tokens"], window: int | None = None) -> TokenBatch:
+    """Make a batch of tokens that see the committed rows alone, the last of which counts as the row of each.
+
+    Args:
+        view: the slots of the batch.
+        tokens: tokens of one level of a tree.
+        window: number of newest tokens that the assistant attends to; None: all.
+    """
+    is_one = tokens.shape[1] == 1
+    return TokenBatch(
+        tokens=tokens,
+        positions=jnp.broadcast_to((view.lengths + POSITION)[:, None], tokens.shape),
+        valid=jnp.broadcast_to(view.active[:, None], tokens.shape),
+        first_row=jnp.maximum(view.lengths - 1, 0),
+        page_table=view.page_table,
+        bits=None if is_one else jnp.ones((*tokens.shape, 1), jnp.uint32),
+        numerics=view.numerics.relaxed,
+        new_rows=None if is_one else 1,
+        window=window,
+    )
