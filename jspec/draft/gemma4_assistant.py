@@ -21,7 +21,7 @@ from jspec.draft.base import CHECK_HEAD, CHECK_PROMPT, check_part, check_window
 from jspec.draft.elsewhere import READS_FEATURES, refuses_device
 from jspec.draft.expand_tree import Level, expand_tree
 from jspec.draft.formats.gemma4_assistant_format import assistant_format
-from jspec.draft.gemma4_assistant_head import AssistantHead, common_sizes, sources_in
+from jspec.draft.gemma4_assistant_head import AssistantConfig, AssistantHead, common_sizes, sources_in
 from jspec.draft.head_config import Overrides
 from jspec.draft.newest_state import NewestState, NewestStateDrafter
 from jspec.models.decoder import Model
@@ -47,7 +47,7 @@ class Gemma4Assistant(NewestStateDrafter):
             the tree's depth.
     """
 
-    method = "gemma4_assistant"
+    method = AssistantConfig.method
     weights_type = AssistantHead
     reads_target = True
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -60,6 +60,8 @@ class AssistantConfig(DecoderConfig):
         clusters: number of clusters of equally many tokens; 0: all tokens have logits.
         top_clusters: number of clusters whose tokens have logits.
     """
+
+    method: ClassVar[str] = "gemma4_assistant"
 
     target_hidden_size: int
     clusters: int = 0

@@ -225,7 +225,7 @@ def _leaves(header: Header) -> dict[str, Any]:
 
 def _parameters(header: Header) -> str:
     counts: Counter[str] = Counter()
-    for name, leaf in _leaves(header).items():
+    for leaf in _leaves(header).values():
         if isinstance(leaf, Quantized):
             counts[leaf.kind if leaf.is_packed else leaf.values.dtype.name] += math.prod(leaf.shape)
         elif jnp.issubdtype(leaf.dtype, jnp.floating):
