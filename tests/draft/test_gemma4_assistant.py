@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +15,30 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from tokenizers import Tokenizer, decoders, models
 
 import jspec
 from jspec import Engine, Gemma4Assistant, Model, NGram, SamplingParams, Tree
+from jspec.__main__ import main
 from jspec.core.numerics import REFERENCE
 from jspec.core.records import PromptBatch, SlotView
+from jspec.core.tree import DEFAULT_TREE
 from jspec.draft import gemma4_assistant
-from jspec.draft.auto import load_drafter, read_header
+from jspec.draft.auto import load_drafter
 from jspec.draft.beside import Beside
 from jspec.draft.choice import DrafterChoice, choose_drafter
 from jspec.draft.expand_tree import EXCLUDED
 from jspec.draft.gemma4_assistant_head import AssistantHead
 from jspec.models.decoder import forward
 from jspec.models.kv_cache import create
+from jspec.models.parts.devices import mesh_over
 from jspec.models.parts.kv_pool import PoolShape
 from jspec.models.weights.quantize import quantize_weights
-from jspec.tools.convert import main
+from jspec.server import run
+from jspec.tools import generate
+from jspec.tools.command_line import make_parser
 from jspec.tools.info import inspect_pair
+from jspec.tools.replay import Replay, observe
 from pallas_kernels.layers.partial_sums import reduce_partials
 from pallas_kernels.layers.weights import Quantized
 from tests.support import block_rounds, engines, folders, tiny
@@ -112,20 +119,21 @@ def view_at(name: str, prompt: int, length: int) -> SlotView:
     return replace(view, page_table=pages, target=caches_of(name, prompt)[0])
 
 
+@partial(jax.jit, static_argnums=0)
+def step(position: int, head: AssistantHead, view: SlotView, tokens: Any, states: Any) -> tuple[Any, Any]:
+    assert view.target is not None and position == gemma4_assistant.POSITION
+    logits, states = head.run(view.target, gemma4_assistant.batch_of(view, tokens), states)
+    return reduce_partials(logits, jnp.float32)[0, 0], states
+
+
 def computed(head: AssistantHead, name: str, prompt: int, length: int, path: list[int]) -> np.ndarray:
     """Return the logits after a root and after each token of a path but the last [path, vocab], by token id."""
-
-    @jax.jit
-    def step(head: AssistantHead, view: SlotView, tokens: Any, states: Any) -> Any:
-        assert view.target is not None
-        logits, states = head.run(view.target, gemma4_assistant.batch_of(view, tokens), states)
-        return reduce_partials(logits, jnp.float32)[0, 0], states
 
     view, found = view_at(name, prompt, length), []
     tokens, states = view.root[:, None], caches_of(name, prompt)[1][:, length - 1 : length]
     ids = np.arange(head.config.vocab_size) if head.clusters is None else np.asarray(head.clusters.ids)
     for token in path:
-        logits, states = step(head, view, tokens, states)
+        logits, states = step(gemma4_assistant.POSITION, head, view, tokens, states)
         found.append(np.asarray(logits)[np.argsort(ids)])
         tokens = on_device([[token]], jnp.int32)
     return np.stack(found)
@@ -258,3 +266,186 @@ def test_outputs_are_those_of_plain_decoding(name: str, accept: str, tree: Tree)
     temperatures = (0.0, 1.0) if accept == "coupled" else (0.0,)
     options: dict[str, Any] = dict(make_engine=engines.make, accept=accept, max_tokens=24, temperatures=temperatures)
     assert not jspec.testing.check_lossless(drafter(name, tree), target(name), prompts(name), **OPTIONS, **options)[0.0]
+
+
+def test_outputs_of_a_quantised_target_are_those_of_plain_decoding() -> None:
+    """The assistant reads float8 keys and values, of which its float32 queries see what the target's see."""
+    quantised, found = quantize_weights(target("e2b"), "int8"), []
+    for own in (None, drafter("e2b", DYNAMIC)):
+        with engines.make(quantised, drafter=own, kv_dtype="float8_e4m3fn", **OPTIONS) as engine:
+            found.append([done.raise_for_error().token_ids for done in engine.generate(prompts("e2b"), GREEDY)])
+    assert found[0] == found[1] != [right[: GREEDY.max_tokens] for _, right in texts("e2b")], "control: rounding shows"
+    assert engine.metrics.mean_acceptance_length > 1.3
+
+
+def test_look_up_beside_an_assistant_leaves_outputs_as_they_are() -> None:
+    """A node of the look-up below one of the assistant has no state of the assistant."""
+    own = Beside(drafter("e2b"), NGram(Tree.chain(3), min_n=1), "beside")
+    with engines.make(target("e2b"), drafter=own, **{**OPTIONS, "max_len": 168}) as engine:
+        done = engine.generate(prompts("e2b"), SamplingParams(max_tokens=64, temperature=0))
+    assert [one.raise_for_error().token_ids for one in done] == [right for _, right in texts("e2b")]
+    assert min(engine.metrics.num_accepted_tokens_per_source.values()) > 0
+
+
+def test_woken_engine_and_one_with_other_weights_draft_as_transformers() -> None:
+    """The target's embedding, which the assistant reads, is bound anew with the weights."""
+    other = jax.tree.map(lambda weight: 1.1 * weight, target("e2b"))
+    with engines.make(other, drafter=drafter("e2b"), pages=PAGES, **OPTIONS) as engine:
+        (before,) = engine.generate(prompts("e2b")[:1], GREEDY)
+        assert before.token_ids != texts("e2b")[0][1][: GREEDY.max_tokens], "control"
+        engine.update_weights(target("e2b"))
+        assert check_recorded_drafts(engine, "e2b") > 20
+        engine.sleep()
+        engine.wake_up()
+        assert check_recorded_drafts(engine, "e2b") > 20
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_replay_over_a_text_is_right_where_transformers_drafts_are(name: str) -> None:
+    """`jspec info --check` measures a head so."""
+    data, (prompt, after) = recording(folder_of(name) / "expect.npz"), texts(name)[0]
+    own, states = drafter(name), (len(target(name).config.layers) + 1,)
+    seen = observe(target(name), np.array([[*prompt, *after]], np.int32), states)
+    rounds = Replay(own, target(name))(seen, layers=states, start=[len(prompt)], stepwise=[True])
+    right = np.array([data["drafts0"][index, 0] == after[index + 1] for index in range(24)])
+    assert rounds.positions[:24, 0].tolist() == [len(prompt) + index for index in range(24)]
+    np.testing.assert_array_equal(rounds.hits[:24, 0], right)
+    assert 0.2 < right.mean() < 1
+
+
+# ---- files
+
+
+def folder_with_tokenizer(path: Path) -> Path:
+    """Copy the target's folder, and write a tokenizer whose tokens are the characters of ASCII."""
+    shutil.copytree(GOLDEN / "families" / FAMILIES["e2b"], path)
+    made = Tokenizer(models.BPE({chr(token): token for token in range(128)}, []))
+    made.decoder = decoders.Fuse()
+    made.save(str(path / "tokenizer.json"))
+    return path
+
+
+def test_assistant_is_found_and_loaded_by_its_path(tmp_path: Path) -> None:
+    beside = folder_with_tokenizer(tmp_path / "target") / "drafter"
+    shutil.copytree(folder_of("e2b"), beside)
+    choice = choose_drafter(tmp_path / "target")
+    assert choice == DrafterChoice("gemma4_assistant", beside) and str(choice) == f"--gemma4-assistant {beside}"
+    assert main(["convert", str(beside), str(tmp_path / "converted")]) == 0
+    own, converted = (load_drafter(path, dtype="float32") for path in (beside, tmp_path / "converted"))
+    assert isinstance(own, Gemma4Assistant) and isinstance(converted, Gemma4Assistant)
+    jax.tree.map(np.testing.assert_array_equal, converted.head, own.head)
+    for flags in (["--gemma4-assistant", str(beside)], ["--draft", "auto"]):
+        arguments = make_parser().parse_args(["generate", "--target", str(tmp_path / "target"), *flags, "text"])
+        generate.prepare(arguments)
+        made = generate.make_drafter(arguments)
+        assert isinstance(made, Gemma4Assistant) and made.tree == DEFAULT_TREE
+
+
+def test_server_starts_with_an_assistant_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Any] = []
+
+    def serve(engine: Engine, *_: Any) -> int:
+        found.append(engine.core.runner.program.drafter)
+        return 0
+
+    monkeypatch.setattr(run, "serve", serve)
+    words = ["--target", str(folder_with_tokenizer(tmp_path / "target")), "--port", "0", "--max-len", "64"]
+    assert main(["serve", *words, "--gemma4-assistant", str(folder_of("e2b")), "--slots", "1"]) == 0
+    assert isinstance(found[0], Gemma4Assistant)
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8_dynamic", "int4"])
+def test_quantised_assistant_has_nearly_the_logits_of_transformers(kind: str) -> None:
+    """Output heads of clusters stay as they are."""
+    for name in FAMILIES:
+        head = Gemma4Assistant.from_pretrained(folder_of(name), dtype="float32", quantize=kind).bind(target(name))
+        assert all(isinstance(weight, Quantized) for weight in (head.fc, head.layers[0].qkv, head.layers[0].down))
+        assert isinstance(head.head, Quantized) == (name == "26b_a4b")
+    assert LEAST < error(head, "26b_a4b", ((1, 1),)) < 5
+
+
+def test_description_says_whether_an_assistant_fits_a_target() -> None:
+    folders_of = [folder_of("e2b"), GOLDEN / "families/gemma4_e2b"]
+    text, fits = inspect_pair(folders_of[:1], folders_of[1])
+    assert fits and "fits: keys and values: of the target's layers 1, 2" in text
+    assert "output head: own, 16 clusters, of which 3 have logits (24 tokens)" in text
+    text, fits = inspect_pair([folder_of("26b_a4b")], folders_of[1])
+    assert (
+        not fits and "mismatch: keys and values of the target's last layer with a window: the target has 1 he" in text
+    )
+
+
+def test_assistant_of_another_target_is_refused() -> None:
+    for other, message in (
+        (target("26b_a4b"), "keys and values of the target's last layer with a window: the target has 2 heads of 16"),
+        (tiny.model(128), "target hidden size: the target needs 16, the head has 32"),
+        (tiny.model(128, hidden=32), "keys and values of the target's last layer with a window: the target has none"),
+    ):
+        with pytest.raises(ValueError, match=f"^Gemma4Assistant: {message}.*; use a head made for this target"):
+            drafter("e2b").bind(other)
+    with pytest.raises(ValueError, match="needs 25 children of a node, the head has 24 candidates; take a narrower"):
+        Gemma4Assistant(drafter("e2b").head, Tree.topk(30, 2, 25))
+
+
+def test_drafter_on_other_devices_may_not_read_the_targets_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = drafter("e2b")
+    monkeypatch.setattr(Gemma4Assistant, "mesh", mesh_over("device", jax.devices()[1]))
+    with pytest.raises(
+        ValueError, match="Gemma4Assistant: device: expected none, as it reads the target's caches, got"
+    ):
+        Engine(target("e2b"), drafter=own, **OPTIONS)
+
+
+def shared(config: dict[str, Any], **changes: Any) -> None:
+    config["text_config"] |= changes
+
+
+FAULTS: dict[str, tuple[Callable[[dict[str, Any], dict[str, np.ndarray]], Any], str]] = {
+    "layers with keys": (
+        lambda c, t: shared(c, num_kv_shared_layers=2),
+        "num_kv_shared_layers: expected 4, the number",
+    ),
+    "experts": (lambda c, t: shared(c, enable_moe_block=True), "enable_moe_block: expected False, got True"),
+    "no width of the target": (lambda c, t: c.pop("backbone_hidden_size"), "backbone_hidden_size"),
+    "clusters of unequal sizes": (lambda c, t: c.update(num_centroids=15), "num_centroids: expected a divisor of voc"),
+    "more clusters than there are": (
+        lambda c, t: c.update(centroid_intermediate_top_k=17),
+        "centroid_intermediate_top_k: expected 1 to 16, the number of clusters, got 17",
+    ),
+    "no order of tokens": (
+        lambda c, t: t.pop("masked_embedding.token_ordering"),
+        "masked_embedding.token_ordering: expected the order of tokens",
+    ),
+    "an id twice": (
+        lambda c, t: t.update({"masked_embedding.token_ordering": np.zeros(128, np.int64)}),
+        r"expected each of the ids 0\.\.127 once, got 128 values of dtype int64, 1 different",
+    ),
+    "clusters that the config does not name": (
+        lambda c, t: c.update(use_ordered_embeddings=False),
+        "unknown: masked_embedding.centroids.weight",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_damaged_file_is_refused_by_name(fault: str, tmp_path: Path) -> None:
+    damage, message = FAULTS[fault]
+    config = json.loads((folder_of("e2b") / "config.json").read_text())
+    tensors = load_file(folder_of("e2b") / "model.safetensors")
+    damage(config, tensors)
+    with pytest.raises((ValueError, NotImplementedError), match=message):
+        Gemma4Assistant.from_pretrained(folders.write(tmp_path, config, tensors))
+
+
+def test_file_with_the_output_head_twice_and_unread_keys_is_read(tmp_path: Path) -> None:
+    tensors = load_file(folder_of("26b_a4b") / "model.safetensors")
+    unread = {
+        "self_attn.k_proj.weight": (32, 16),
+        "self_attn.v_proj.weight": (32, 16),
+        "self_attn.k_norm.weight": (16,),
+    }
+    more = {f"model.layers.0.{name}": np.zeros(shape, np.float32) for name, shape in unread.items()}
+    more |= {"lm_head.weight": tensors["model.embed_tokens.weight"]}
+    config = json.loads((folder_of("26b_a4b") / "config.json").read_text())
+    found = Gemma4Assistant.from_pretrained(folders.write(tmp_path, config, tensors | more), dtype="float32")
+    jax.tree.map(np.testing.assert_array_equal, found.head, drafter("26b_a4b").head)

@@ -22,6 +22,7 @@ from jspec import (
     DSpark,
     Eagle3,
     Engine,
+    Gemma4Assistant,
     Medusa,
     Model,
     PEagle,
@@ -238,6 +239,9 @@ BLOCKS: dict[str, Callable[[Model, Tree], Drafter]] = {
         tiny.dflash2_head(target, block_size=4, feature_layers=(0, 1), candidates=3), tree
     ),
     "dspark": lambda target, tree: DSpark(tiny.dspark_head(target, block_size=3, feature_layers=(0, 1)), tree),
+    "assistant": lambda target, tree: Gemma4Assistant(
+        tiny.assistant_head(target, clusters=VOCAB, top_clusters=3), tree
+    ),
     "rnn": lambda target, tree: DSpark(
         tiny.dspark_head(target, block_size=3, feature_layers=(0, 1), markov="rnn"), tree
     ),
@@ -266,6 +270,11 @@ BLOCKS: dict[str, Callable[[Model, Tree], Drafter]] = {
         ("mtp", "multi_candidate", PAIRS),
         ("peagle", "rejection", Tree.chain(3)),
         ("peagle", "multi_candidate", PAIRS),
+        ("assistant", "rejection", Tree.chain(3)),
+        ("assistant", "block", Tree.chain(3)),
+        ("assistant", "traversal", PAIRS),
+        ("assistant", "multi_candidate", PAIRS),
+        ("assistant", "coupled", Tree.topk(6, 3, 2)),
     ],
     ids=str,
 )

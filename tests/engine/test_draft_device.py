@@ -24,6 +24,7 @@ from jspec import (
     Eagle,
     Eagle3,
     Engine,
+    Gemma4Assistant,
     Medusa,
     Model,
     NGram,
@@ -397,7 +398,7 @@ def test_impossible_devices_of_a_draft_model_are_refused_by_name(
         build()
 
 
-@pytest.mark.parametrize("method", [Eagle3, Eagle, Medusa, DFlash, DFlash2, NGram, Suffix])
+@pytest.mark.parametrize("method", [Eagle3, Eagle, Medusa, DFlash, DFlash2, Gemma4Assistant, NGram, Suffix])
 def test_drafters_without_devices_of_their_own_say_why(method: type[Any]) -> None:
     reason = "it has no weights" if method in (NGram, Suffix) else "it reads the target's hidden states in every round"
     for call in (method, getattr(method, "from_pretrained", method)):

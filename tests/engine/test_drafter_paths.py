@@ -34,6 +34,7 @@ HEADS: dict[str, tuple[Path, float]] = {
     "draft model": (byte_pair.TARGET, 5.0),
     "peagle": (GOLDEN / "peagle/speculators/draft", 1.0),
     "mtp": (GOLDEN / "families/glm4_moe", 1.0),
+    "gemma4 assistant": (GOLDEN / "gemma4_assistant/e2b", 1.2),
 }
 DEFAULT = ("dflash",)
 
@@ -44,6 +45,8 @@ def target_of(kind: str, folder: Path) -> Path:
         pytest.importorskip("torch", reason="reads .bin files")
     if kind == "peagle":
         return folders.write(folder, WIDE, folders.target_tensors(WIDE))
+    if kind == "gemma4 assistant":
+        return GOLDEN / "families/gemma4_e2b"
     return HEADS["mtp"][0] if kind == "mtp" else byte_pair.TARGET
 
 
@@ -99,7 +102,7 @@ def test_converted_quantised_head_read_for_two_devices_has_the_weights_of_one_di
 )
 def test_drafter_by_its_path_drafts_on_two_devices_as_on_one(kind: str, tmp_path: Path) -> None:
     target, prompt = target_of(kind, tmp_path), tiny.recorded_prompts(GOLDEN)[3]
-    prompt = [token % 40 for token in prompt] if kind == "peagle" else prompt
+    prompt = [token % 40 for token in prompt] if kind in ("peagle", "gemma4 assistant") else prompt
 
     def run(devices: int) -> tuple[Metrics, list[int], list[list[int]]]:
         drafter = drafter_of(kind)

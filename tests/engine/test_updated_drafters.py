@@ -20,6 +20,7 @@ from jspec import (
     Eagle,
     Eagle3,
     Engine,
+    Gemma4Assistant,
     Medusa,
     Model,
     NGram,
@@ -89,6 +90,9 @@ DRAFTERS: dict[str, Callable[[Model, int], Drafter | None]] = {
         tiny.dspark_head(model, block_size=3, feature_layers=FEATURES, seed=seed), CHAIN
     ),
     "medusa": lambda model, seed: Medusa(tiny.medusa_heads(model, 2, seed=seed), CHAIN),
+    "assistant": lambda model, seed: Gemma4Assistant(
+        tiny.assistant_head(model, clusters=32, top_clusters=3, seed=seed), CHAIN
+    ),
     "mtp": lambda model, seed: MTP(tiny.mtp_head(model, seed=seed), CHAIN),
     "beside": lambda model, seed: Beside(head(model, seed), NGram(CHAIN), "beside"),
     "draft model": lambda model, seed: DraftModel(drafting(model, seed), CHAIN),

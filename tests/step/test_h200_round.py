@@ -13,8 +13,10 @@ from jspec import Beside, Eagle3, NGram, Tree
 from jspec.core.config import EngineConfig
 from jspec.core.prefill_input import PrefillInput
 from jspec.draft.dflash_head import DFlashHead
+from jspec.draft.gemma4_assistant_head import AssistantHead, assistant_params
 from jspec.models.families import read_config
 from jspec.models.mlps.mlp_config import Experts
+from jspec.models.weights.params import random_weights
 from jspec.models.weights.quantize import quantize_weights
 from jspec.step.decode import spec_step
 from jspec.step.memory import DeviceMemory, MemoryPlanner
@@ -37,8 +39,16 @@ def windowed_dflash(shape: str, dtype: str) -> DFlashHead:
     return head.replace(config=replace(head.config, layers=(*layers, head.config.layers[4])))
 
 
+def clustered_assistant(shape: str, dtype: str) -> AssistantHead:
+    """Return an assistant of the size of those of E2B and E4B, with an output head of clusters."""
+    config = shapes.head_config(shape, "gemma4_assistant")
+    config = replace(config, hidden_size=256, clusters=2048, top_clusters=32)
+    return AssistantHead.from_weights(config, random_weights(assistant_params(config), dtype, 1))
+
+
 HEADS = {name: partial(shapes.random_head, method=name) for name in rounds.DRAFTERS} | {
-    "dflash windows": windowed_dflash
+    "dflash windows": windowed_dflash,
+    "assistant clusters": clustered_assistant,
 }
 
 
@@ -187,6 +197,27 @@ def test_h200_round_of_a_peagle_head_has_fewer_launches_than_an_eagle3_chain_of_
 @pytest.mark.parametrize(("tree", "launches", "temp_mib"), [(Tree.chain(7), 405, 12), (Tree.topk(48, 7, 10), 475, 60)])
 def test_h200_round_of_a_dflash2_head_is_one_cuda_graph(tree: Tree, launches: int, temp_mib: int) -> None:
     check(*compile_round(tree, method="dflash2"), launches=launches, temp_mib=temp_mib)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("method", "tree", "launches", "temp_mib"),
+    [
+        ("gemma4_assistant", Tree.chain(4), 345, 10),
+        ("gemma4_assistant", Tree.topk(60, 8, 10), 620, 76),
+        ("assistant clusters", Tree.topk(60, 8, 10), 640, 136),
+    ],
+    ids=str,
+)
+def test_h200_round_of_an_assistant_is_one_cuda_graph_that_copies_no_pool_of_the_target(
+    method: str, tree: Tree, launches: int, temp_mib: int
+) -> None:
+    """The target has six layers; a pool of one with a window has 8 MB."""
+    program = check(
+        *compile_round(tree, method=method, shape="gemma4-26b-a4b", layers=6), launches=launches, temp_mib=temp_mib
+    )
+    attended = program.count("paged_attention") + program.count("append_attention")
+    assert attended >= 6 + 2 * 4 * tree.depth, "each of the assistant's four layers attends and merges"
 
 
 @pytest.mark.long

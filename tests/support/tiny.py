@@ -21,12 +21,15 @@ from jspec.draft.dflash_head import DFlashHead
 from jspec.draft.dspark_head import DSparkHead
 from jspec.draft.eagle_head import EagleHead, head_params
 from jspec.draft.formats.dflash_format import head_params as block_params
+from jspec.draft.gemma4_assistant_head import AssistantConfig, AssistantHead, assistant_params
 from jspec.draft.head_config import METHODS, DFlash2Config, DFlashConfig, DSparkConfig, HeadConfig
 from jspec.draft.medusa import MedusaConfig, MedusaHeads, medusa_params
 from jspec.models import load
 from jspec.models.config.decoder_config import ModelConfig
 from jspec.models.decoder import Model
+from jspec.models.families.gemma4_layers import queries_only
 from jspec.models.mixers.gated_delta import GatedDelta
+from jspec.models.mixers.shared_kv import TargetKV
 from jspec.models.parts.param_spec import Params, ParamSpec
 from jspec.models.parts.rope import Rope
 from jspec.models.weights.params import model_params, random_weights
@@ -239,6 +242,27 @@ def medusa_heads(target: Model, heads: int, *, seed: int = 1) -> MedusaHeads:
         else:  # all heads share the block of the first head
             weights[name] = drawn.get(name, drawn["heads.0.blocks.0.weight"])
     return MedusaHeads.from_weights(c, tree_of(weights))
+
+
+def assistant_head(target: Model, *, clusters: int = 0, top_clusters: int = 0, seed: int = 1) -> AssistantHead:
+    """Return a random assistant of two layers for a target without windows; clusters have scattered ids."""
+    own, rng = target.config, np.random.default_rng(seed)
+    mixer = replace(own.layers[-1].gqa, qk_norm="head")
+    layer = replace(own.layers[-1], mixer=queries_only(TargetKV, mixer, of_window=False))
+    c = AssistantConfig(
+        vocab_size=own.vocab_size,
+        hidden_size=12,
+        layers=(layer, layer),
+        norm_eps=1e-5,
+        target_hidden_size=own.hidden_size,
+        clusters=clusters,
+        top_clusters=top_clusters,
+    )
+    params = assistant_params(c)
+    weights = _draw(rng, params, *(name for name, spec in params.items() if spec.init == "normal"))
+    if clusters:
+        weights["clusters.ids"] = rng.permutation(own.vocab_size).astype(np.int32)
+    return AssistantHead.from_weights(c, tree_of(weights))
 
 
 def head_config(

@@ -97,7 +97,18 @@ def test_generate_command_with_drafter_prints_the_targets_greedy_text(
 
 
 def options(**given: object) -> Namespace:
-    heads = ("eagle3", "peagle", "eagle", "medusa", "dflash", "dflash2", "dspark", "mtp", "draft_model")
+    heads = (
+        "eagle3",
+        "peagle",
+        "eagle",
+        "medusa",
+        "dflash",
+        "dflash2",
+        "dspark",
+        "mtp",
+        "gemma4_assistant",
+        "draft_model",
+    )
     names = (
         *heads,
         "ngram",
@@ -201,7 +212,7 @@ def test_generate_command_dtype_options_set_dtypes_of_weights_and_caches(
         (
             ("--ngram", "--draft-quantize", "int8"),
             "--draft-quantize: expected one of --eagle3, --peagle, --eagle, --dflash, --dflash2, --dspark, --mtp, "
-            "--draft-model",
+            "--gemma4-assistant, --draft-model",
         ),
         (("--medusa", "medusa", "--tree", "chain:3", "--draft-quantize", "int8"), "--draft-quantize: expected one of"),
         (("--draft-quantize", "int8"), "--draft-quantize: expected one of"),

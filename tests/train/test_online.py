@@ -29,6 +29,7 @@ from jspec import (
     Eagle,
     Eagle3,
     Engine,
+    Gemma4Assistant,
     Medusa,
     Metrics,
     Model,
@@ -364,6 +365,7 @@ def without_a_head() -> Iterator[tuple[Any, str]]:
     yield from ((drafter, advice) for drafter in (NGram(), Suffix(), None, "suffix"))
     yield Eagle(tiny.eagle1_head(target()), Tree.chain(2)), advice
     yield PEagle(tiny.peagle_head(target(), draft_vocab=24, feature_layers=(0, 1, 2)), Tree.chain(2)), advice
+    yield Gemma4Assistant(tiny.assistant_head(target()), Tree.chain(2)), advice
     yield MTP(tiny.mtp_head(target()), Tree.chain(2)), "train the layer with the target and pass jspec.MTP"
     yield DraftModel(target(), Tree.chain(2)), "train the model by itself and pass jspec.DraftModel"
 
