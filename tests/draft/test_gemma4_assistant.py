@@ -206,6 +206,21 @@ def test_position_of_transformers_own_generator_is_one_later(name: str, monkeypa
     assert error(head, name) > LEAST
 
 
+@pytest.mark.parametrize("tree", [STATIC, DYNAMIC], ids=str)
+def test_nodes_of_a_tree_have_the_scores_of_their_paths_drafted_alone(tree: Tree) -> None:
+    own, length = drafter("e2b", tree), 14
+    head, states = own.bind(target("e2b")), caches_of("e2b", 0)[1][0, length - 1 : length]
+    draft = jax.jit(own.draft)(head, gemma4_assistant.NewestState(states), view_at("e2b", 0, length))[0]
+    tokens, parents, scores = (np.asarray(field[0]) for field in (draft.tokens, draft.parents, draft.scores))
+    for node in range(1, tree.nodes):
+        path, at = [], node
+        while at > 0:
+            path, at = [int(tokens[at]), *path], int(parents[at])
+        logits = computed(head, "e2b", 0, length, path)
+        log_probs = np.asarray(jax.nn.log_softmax(logits, axis=-1))
+        assert abs(scores[node] - log_probs[range(len(path)), path].sum()) < TOLERANCE
+
+
 # ---- in an engine
 
 
@@ -401,6 +416,7 @@ def shared(config: dict[str, Any], **changes: Any) -> None:
 
 
 FAULTS: dict[str, tuple[Callable[[dict[str, Any], dict[str, np.ndarray]], Any], str]] = {
+    "layers of another family": (lambda c, t: shared(c, model_type="llama"), "model_type: expected 'gemma4_text' or"),
     "layers with keys": (
         lambda c, t: shared(c, num_kv_shared_layers=2),
         "num_kv_shared_layers: expected 4, the number",

@@ -34,7 +34,7 @@ HEADS: dict[str, tuple[Path, float]] = {
     "draft model": (byte_pair.TARGET, 5.0),
     "peagle": (GOLDEN / "peagle/speculators/draft", 1.0),
     "mtp": (GOLDEN / "families/glm4_moe", 1.0),
-    "gemma4 assistant": (GOLDEN / "gemma4_assistant/e2b", 1.2),
+    "gemma4 assistant": (GOLDEN / "gemma4_assistant/e2b", 1.0),
 }
 DEFAULT = ("dflash",)
 

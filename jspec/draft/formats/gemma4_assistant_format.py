@@ -15,15 +15,16 @@ from convert.sources import Source
 from jspec.draft.gemma4_assistant_head import AssistantConfig, assistant_params
 from jspec.models.config.decoder_config import from_json
 from jspec.models.config.hf_config import refuse
-from jspec.models.families.gemma import Gemma4
+from jspec.models.families.gemma import Gemma4, Gemma4Unified
 from jspec.models.families.gemma4_layers import queries_only, with_unread
 from jspec.models.load import Format, check_count, text_model, with_scheme
 from jspec.models.mixers.shared_kv import TargetKV
+from jspec.models.parts.checks import unsupported
 from jspec.models.parts.param_spec import Params
 from jspec.models.weights.params import rows
 from jspec.models.weights.weight_map import as_computed, layer_tensors
 
-FAMILY = Gemma4()
+FAMILIES = {"gemma4_text": Gemma4(), "gemma4_unified_text": Gemma4Unified()}
 TENSORS = {
     "fc": "pre_projection.weight",
     "norm": "model.norm.weight",
@@ -61,12 +62,15 @@ def read_assistant(fields: Fields) -> AssistantConfig:
     """
     require(fields, ("text_config", "backbone_hidden_size"))
     text = fields.object("text_config")
+    kind = text.text("model_type", "gemma4_text")
+    if kind not in FAMILIES:
+        raise unsupported("model_type", kind, " or ".join(map(repr, FAMILIES)) + " for the layers of an assistant")
     refuse(text, FIXED)
     count = text.integer("num_hidden_layers")
     if text.integer("num_kv_shared_layers", count, least=0) not in (0, count):
         raise text.error("num_kv_shared_layers", f"{count}, the number of layers, which all read the target's keys")
     own = {"num_kv_shared_layers": 0, "vocab_size_per_layer_input": text.integer("vocab_size")}
-    read = FAMILY.decoder(Fields({**text, **FIXED, **own}, text.place))
+    read = FAMILIES[kind].decoder(Fields({**text, **FIXED, **own}, text.place))
     layers = tuple(
         replace(layer, mixer=queries_only(TargetKV, layer.gqa, of_window=layer.gqa.window is not None))
         for layer in read["layers"]
@@ -90,7 +94,8 @@ def assistant_rows(config: AssistantConfig, source: Source, names: Collection[st
     params = assistant_params(config)
     tensors = {name: [tensor] for name, tensor in TENSORS.items() if name in params}
     for index, layer in enumerate(config.layers):
-        tensors |= layer_tensors(params, f"layers.{index}", f"model.layers.{index}", FAMILY.layer_names(layer, names))
+        layer_names = FAMILIES["gemma4_text"].layer_names(layer, names)  # both families have the same
+        tensors |= layer_tensors(params, f"layers.{index}", f"model.layers.{index}", layer_names)
     made = as_computed(rows(params, tensors), config, norms_less_one=False)
     made = [with_unread(row, config, names) if row.parameter.startswith("layers.") else row for row in made]
     head = "clusters.rows" if config.clusters else "head"
