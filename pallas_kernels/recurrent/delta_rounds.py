@@ -55,7 +55,7 @@ def verify_and_write(
 
     reference = partial(written_after, partial(verify_round, deterministic=deterministic))
     arguments = state, ring, slots, lengths, new, seen, written
-    if deterministic and in_order_tokens.has_kernel(ring):
+    if deterministic and new.rates is not None and in_order_tokens.has_kernel(ring):
         return choose_compiled(implementation, partial(written_after, in_order_tokens.verify), reference, *arguments)
     return reference(*arguments)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -84,7 +86,8 @@ def chosen_sums(
     )
     if isinstance(down, Shard):
         chosen, down = chosen - jax.lax.axis_index(AXIS) * down.shape[0], down.weight
-    gate, factors = Gate(config.activation, config.limit, config.alpha), None if config.weighs_inputs else weights
+    gate = Gate(config.activation, config.limit, config.alpha, config.is_gated)
+    factors = None if config.weighs_inputs else weights
     inputs = (flat * weights[..., None]).astype(flat.dtype) if config.weighs_inputs else flat
     assert not isinstance(gate_up, Shard), "each device has whole experts"
     experts = ExpertMlp(gate_up, down, layer.experts_gate_up_bias, layer.experts_down_bias)
@@ -120,7 +123,8 @@ def shared_sums(
     else:
         assert layer.gate_up is not None and layer.down is not None
         down = layer.down.weight if isinstance(layer.down, Shard) else layer.down
-        sums = with_scales(mlp(x, layer.gate_up, down, numerics, activation=config.activation))
+        kind: dict[str, Any] = {"activation": config.activation, "is_gated": config.is_gated}
+        sums = with_scales(mlp(x, layer.gate_up, down, numerics, **kind))
         if layer.shared_gate is not None:
             gates = small_product(x, layer.shared_gate, numerics)
     return sums * jax.nn.sigmoid(gates.reshape(*x.shape[:-1], 1)) if config.gates_shared else sums

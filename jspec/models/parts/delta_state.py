@@ -134,6 +134,8 @@ def run_tokens(state: DeltaState, new: DeltaTokens, batch: TokenBatch) -> tuple[
 
 
 def _run_prompts(state: DeltaState, new: DeltaTokens, batch: PromptBatch) -> tuple[Outputs, DeltaState]:
+    if new.rates is None:
+        return _run_blocks(state, new, batch)
     if batch.deterministic and in_order_tokens.has_kernel(state.records):
         return choose_compiled(batch.numerics.options["implementation"], _run_in_order, _run_blocks, state, new, batch)
     if not delta_prompts.has_kernel(state.records, batch):
@@ -226,7 +228,7 @@ class _Blocks(NamedTuple):
         part = jnp.tile(jnp.arange(parts), len(batch.tokens))
         first = jnp.repeat(batch.first_row, parts) + part * size
         is_first = jnp.repeat(batch.is_first, parts) & (part == 0)
-        tokens = DeltaTokens(*map(cut, new))
+        tokens = jax.tree.map(cut, new)
         return cls(tokens, jnp.repeat(batch.piece, parts), is_first, first, jnp.repeat(whole, parts))
 
 
