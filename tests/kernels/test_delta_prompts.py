@@ -162,6 +162,15 @@ def test_texts_have_the_outputs_states_and_records_of_the_reference(text: str) -
 
 
 @mosaic
+@pytest.mark.parametrize("name", ["starts off a block", "no state advances"])
+def test_pieces_without_rates_have_the_outputs_states_and_records_of_the_reference(name: str) -> None:
+    state, new, batch = problem(name, "float32")
+    right, got = (run(state, new._replace(rates=None), batch) for run in (by_blocks, by_kernels))
+    assert max(got.differences(right).values()) < 1e-5
+    assert max(by_kernels(state, new, batch).differences(right).values()) > 1e-2, "control: with rates"
+
+
+@mosaic
 def test_results_in_bfloat16_differ_from_the_reference_by_its_rounding() -> None:
     """Values may round to the other neighbour, and their readers differ by as much."""
     given = problem("starts off a block", "bfloat16")

@@ -83,14 +83,14 @@ class _ChunkPlan(NamedTuple):
 
     def chunks(self, new: DeltaTokens, ring: RecordRing) -> Chunks:
         """Return the tokens of the chunks, and the records behind the state in the first one of each piece."""
-        assert self.batch.slots is not None and new.rates is not None
+        assert self.batch.slots is not None
         batch, (starts, ends) = self.batch, (of[self.piece][:, None] for of in (self.batch.starts, self.batch.ends))
         is_used = jnp.arange(len(self.piece)) < self.used
         exists = (self.position >= starts) & (self.position < ends) & is_used[:, None]
         source = batch.first[self.piece][:, None] + self.position - starts
         source = jnp.where(exists, source, batch.tokens.size)
-        queries, keys, values, decays, rates = (
-            _by_token(rows).at[source].get(mode="fill", fill_value=0) for rows in (*new[:4], new.rates)
+        queries, keys, values, decays, rates = jax.tree.map(
+            lambda rows: _by_token(rows).at[source].get(mode="fill", fill_value=0), new
         )
         window, row = ring.window(self.batch.slots, batch.starts), jnp.arange(EVERY)
         is_behind = (row < (batch.starts - self.origin)[:, None]) & (self.pieces.counts > 0)[:, None]
