@@ -73,6 +73,8 @@ def _feed_forward(config: Dense | Experts) -> str:
         parts.append("weights of the inputs")
     if config.shared:
         parts.append(f"shared expert of {config.shared} channels{' with a factor' if config.gates_shared else ''}")
+    if config.latent is not None:
+        parts.append(f"inputs and outputs of experts of {config.latent} channels")
     if config.has_norms:
         parts.append("norms of the experts and of the shared expert")
     return ", ".join(parts)

@@ -885,6 +885,11 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
         "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 48, "routed_scaling_factor": 1.5,
         "norm_topk_prob": False, "layers_block_type": ["full_attention", "moe", "linear_attention", "moe"],
     }),
+    "nemotron_h with experts of a latent input": ("NemotronH", {
+        **MAMBA, "head_dim": 16, "n_routed_experts": 5, "num_experts_per_tok": 2, "moe_latent_size": 20,
+        "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 40, "routed_scaling_factor": 2.5,
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "linear_attention", "moe"],
+    }),
     "granite untied with biases": ("Granite", {"attention_bias": True, "logits_scaling": 4.0}),
 }  # fmt: skip
 

@@ -38,7 +38,7 @@ class NemotronH(Llama):
     them to at least `time_step_min` in prompts, but not in the tokens that it generates.
     """
 
-    published: ClassVar = "Nemotron 3 Nano 30B-A3B, Nemotron Nano 9B v2, Nemotron-H"
+    published: ClassVar = "Nemotron 3 Nano 30B-A3B, Super; Nemotron Nano 9B v2; Nemotron-H"
     defaults: ClassVar = {
         "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 21504,
         "layer_norm_epsilon": 1e-5, "max_position_embeddings": 4096, "ssm_state_size": 128, "mamba_num_heads": 128,
@@ -48,7 +48,7 @@ class NemotronH(Llama):
     fixed: ClassVar = {
         "attention_bias": False, "mlp_bias": False, "use_bias": False, "mamba_proj_bias": False,
         "mlp_hidden_act": ACTIVATION, "mamba_hidden_act": "silu", "mamba_ssm_cache_dtype": "float32",
-        "n_shared_experts": 1, "residual_in_fp32": False, "sliding_window": None, "moe_latent_size": None,
+        "n_shared_experts": 1, "residual_in_fp32": False, "sliding_window": None,
         "tie_word_embeddings": False,
     }  # fmt: skip
     names: ClassVar = {
@@ -63,6 +63,8 @@ class NemotronH(Llama):
         "router_correction": ("mixer.gate.e_score_correction_bias",),
         "experts_gate_up": ("mixer.experts.{}.up_proj.weight",),
         "experts_down": ("mixer.experts.{}.down_proj.weight",),
+        "experts_in": ("mixer.fc1_latent_proj.weight",),
+        "experts_out": ("mixer.fc2_latent_proj.weight",),
         "shared_gate_up": ("mixer.shared_experts.up_proj.weight",),
         "shared_down": ("mixer.shared_experts.down_proj.weight",),
     }
@@ -116,6 +118,7 @@ class NemotronH(Llama):
             ACTIVATION,
             is_gated=False,
             shared=fields.integer("moe_shared_expert_intermediate_size"),
+            latent=None if fields.get("moe_latent_size") is None else fields.integer("moe_latent_size"),
         )
         mlps: dict[str, Mlp] = {MOE: experts, MLP: replace(dense, activation=ACTIVATION, is_gated=False)}
         return [mlps.get(kind, NoMlp()) for kind in self.layer_types(fields)]

@@ -12,12 +12,12 @@ from jspec.core.numerics import Numerics
 from jspec.models.mlps.mlp_config import Experts, Router
 from jspec.models.mlps.shared_expert import dense_weights, is_joined
 from jspec.models.parts.layer_weights import LayerWeights
-from jspec.models.parts.layers import mlp, small_product
+from jspec.models.parts.layers import mlp, product, small_product
 from pallas_kernels.layers.dense.plain_product import plain_product
 from pallas_kernels.layers.experts.expert_matmul import Gate
 from pallas_kernels.layers.experts.expert_mlp import ExpertMlp, expert_mlp
 from pallas_kernels.layers.experts.routing import route
-from pallas_kernels.layers.partial_sums import sum_f32, with_scales
+from pallas_kernels.layers.partial_sums import reduce_partials, sum_f32, with_scales
 from pallas_kernels.layers.quantize_rows import gated
 from pallas_kernels.layers.shard import AXIS, Shard
 from pallas_kernels.layers.split_matmul import split_matmul
@@ -54,7 +54,12 @@ def mix_experts(
     flat = x.reshape(-1, x.shape[-1])
     shared = among_experts(layer, config, len(flat), deterministic=numerics.deterministic)
     logits = small_product(flat, layer.router, numerics)
-    parts = chosen_sums(flat, logits, layer, config, used, numerics, shared=shared)
+    inputs = flat
+    if layer.experts_in is not None:
+        inputs = reduce_partials(product(numerics)(flat, layer.experts_in), x.dtype)
+    parts = chosen_sums(inputs, logits, layer, config, used, numerics, shared=shared)
+    if layer.experts_out is not None:
+        parts = product(numerics)(sum_f32(parts).astype(x.dtype), layer.experts_out)
     sums: tuple[Array, ...] = (parts.reshape(-1, *x.shape),)
     if config.shared and not shared:
         sums += (shared_sums(x, layer, config, numerics, logits[:, config.router.count :]),)

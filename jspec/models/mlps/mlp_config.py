@@ -130,6 +130,8 @@ class Experts:
         gates_shared: whether the shared expert's output has a factor, the sigmoid of one more product of the input.
         has_norms: whether the router, the experts and the shared expert each have a norm of their own before them, and
             the sum of the experts' outputs and the shared expert's output one after them (Gemma 4).
+        latent: number of channels of the experts' inputs and outputs, to which the input is projected, and from which
+            the sum of the weighted outputs is projected back (Nemotron 3 Super); None: those of the residual stream.
     """
 
     width: int
@@ -143,12 +145,13 @@ class Experts:
     weighs_inputs: bool = False
     gates_shared: bool = False
     has_norms: bool = False
+    latent: int | None = None
 
     @property
     def shared_count(self) -> int:
         """Number of experts that the shared one may be, whose outputs add up to its own; 0: it cannot be any."""
         is_alike = self.shared % self.width == 0 and self.limit is None and not self.bias and not self.has_norms
-        is_alike = is_alike and self.is_gated
+        is_alike = is_alike and self.is_gated and self.latent is None
         return self.shared // self.width if is_alike else 0
 
     def row_size(self, hidden: int) -> int:
@@ -172,6 +175,10 @@ class Experts:
         _check_activation(self.activation, self.is_gated)
         if not self.is_gated and (self.limit is not None or self.bias or self.has_norms or self.gates_shared):
             raise unsupported("is_gated", False, "True with a limit, biases, norms, or a factor of the shared expert")
+        if self.latent is not None:
+            positive_values("config", {"moe_latent_size": self.latent})
+            if self.has_norms or self.weighs_inputs:
+                raise unsupported("moe_latent_size", self.latent, "none with norms of experts or weights of the inputs")
         if self.limit is not None:
             positive_values("config", {"swiglu_limit": self.limit})
             if self.activation != "silu":

@@ -64,6 +64,9 @@ class LayerWeights:
     # Gate and up of each expert [experts, 2 * width, hidden], or up alone.
     experts_gate_up: Weight | None = optional()
     experts_down: Weight | None = optional()  # down projection of each expert [experts, hidden, width]
+    # Projections of the experts' inputs and of their summed outputs, if these have channels of their own.
+    experts_in: Float[Array, "latent hidden"] | None = optional()
+    experts_out: Float[Array, "hidden latent"] | None = optional()
     experts_gate_up_bias: Float[Array, "experts twice"] | None = optional()
     shared_gate: Float[Array, "one hidden"] | None = optional()  # logit of the factor of the shared expert's output
     experts_down_bias: Float[Array, "experts hidden"] | None = optional()

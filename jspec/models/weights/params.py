@@ -70,14 +70,17 @@ def _mlp_params(mlp: Mlp, hidden: int) -> dict[str, ParamSpec]:
 
 def _expert_params(experts: Experts, hidden: int) -> dict[str, ParamSpec]:
     router, count, width = experts.router, experts.router.count, experts.width
-    inner = (1 + experts.is_gated) * width
+    inner, outer = (1 + experts.is_gated) * width, experts.latent or hidden
     # Scores that are sigmoids are computed in float32, from weights in float32 (DeepSeek-V3, GLM-4.5).
     dtype = "float32" if router.scores == "sigmoid" else None
     params = {
         "router": ParamSpec((count, hidden), ("routed", "hidden"), dtype=dtype),
-        "experts_gate_up": ParamSpec((count, inner, hidden), ("experts", "channels", "hidden")),
-        "experts_down": ParamSpec((count, hidden, width), ("experts", "hidden", "channels")),
+        "experts_gate_up": ParamSpec((count, inner, outer), ("experts", "channels", "hidden")),
+        "experts_down": ParamSpec((count, outer, width), ("experts", "hidden", "channels")),
     }
+    if experts.latent is not None:
+        params["experts_in"] = ParamSpec((outer, hidden), ("latent", "hidden"))
+        params["experts_out"] = ParamSpec((hidden, outer), ("hidden", "latent"))
     if router.bias:
         params["router_bias"] = ParamSpec((count,), ("routed",), init="zeros", dtype="float32")
     if router.scaled:
