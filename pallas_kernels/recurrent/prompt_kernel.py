@@ -162,14 +162,14 @@ class _ChunkCta:
         total = self.tables.total[chunk, self.head]
         self.plgpu.barrier_wait(self.memory.arrived.at[stage])
         high, low = registers.parts(state)
+        rows = [queries] if self.memory.inverse is None else [keys, queries]
+        *seen, read = (registers.product((high, of.T), (low, of.T)) for of in rows)
         path, corrected = registers.per_column(decays.at[0]), registers.read_transposed(values)
         if self.memory.inverse is not None:
-            inverse, seen = self.memory.inverse.at[stage], registers.product((high, keys.T), (low, keys.T))
-            parts = registers.parts(corrected.astype(jnp.float32) - seen * path)
-            corrected = registers.product(
-                (parts[0], inverse.at[0]), (parts[1], inverse.at[0]), (parts[0], inverse.at[1])
-            ).astype(registers.dtype)
-        read = registers.product((high, queries.T), (low, queries.T))
+            inverse = self.memory.inverse.at[stage]
+            high, low = registers.parts(corrected.astype(jnp.float32) - seen[0] * path)
+            corrected = registers.product((high, inverse.at[0]), (low, inverse.at[0]), (high, inverse.at[1]))
+            corrected = corrected.astype(registers.dtype)
         outputs = registers.product((corrected, scores.at[0]), (corrected, scores.at[1])) + read * path
         high, low = registers.parts(corrected.astype(jnp.float32) * registers.per_column(decays.at[1]))
         state = registers.product((high, keys), (low, keys), to=state * total)
