@@ -88,7 +88,8 @@ def advance(
 
     def run(refs, *memory):
         state, *inputs, outputs, corrected = refs
-        inputs = inputs[:3], ChunkTables(*(inputs[3:-4] if corrects else (None, *inputs[3:-4]))), inputs[-4:]
+        if not corrects:
+            inputs.insert(3, None)  # the inverse
         _ChunkCta(Warpgroup(plgpu, dtype, interpret), state, inputs, (outputs, corrected), _ChunkMemory(*memory)).run()
 
     def staged(*shape):
@@ -122,7 +123,7 @@ class _ChunkCta:
     def __init__(self, registers, state, inputs, outputs, memory):
         self.registers, self.plgpu, self.memory = registers, registers.plgpu, memory
         self.state, (self.outputs, self.corrected) = state, outputs
-        (self.rows, self.tables, pieces) = *inputs[:2], ChunkedPieces(*inputs[2])
+        self.rows, self.tables, pieces = inputs[:3], ChunkTables(*inputs[3:7]), ChunkedPieces(*inputs[7:])
         part, self.head, self.piece = (jax.lax.axis_index(axis) for axis in ("part", "head", "piece"))
         _, heads, value_dim, key_dim = state.shape
         key_head = jax.lax.div(self.head, heads // (self.rows[1].shape[2] // key_dim))

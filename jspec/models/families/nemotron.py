@@ -82,7 +82,7 @@ class NemotronH(Llama):
 
     def _filled(self, fields: Fields) -> Fields:
         fields = super()._filled(fields)
-        types = _types_of(fields)
+        types = types_of(fields, "layers_block_type", "hybrid_override_pattern")
         if fields.get("num_hidden_layers") not in (None, len(types)):
             raise fields.error("num_hidden_layers", f"{len(types)}, the number of layer types")
         read = {"num_hidden_layers": len(types), "rms_norm_eps": fields.number("layer_norm_epsilon")}
@@ -136,16 +136,30 @@ class NemotronH(Llama):
         return renamed(rows, {name: name.replace("model.", "backbone.", 1) for name in sources} | new)
 
 
-def _types_of(fields: Fields) -> list[str]:
-    """Read the type of each layer, which files give as a list or as a text with a letter for each."""
-    name = "layers_block_type" if fields.get("layers_block_type") is not None else "hybrid_override_pattern"
-    if fields.get(name) is None:
-        raise fields.error("layers_block_type", "a list with the type of each layer")
-    listed = name == "layers_block_type"
-    types = [OLD_NAMES.get(kind, kind) for kind in fields.texts(name)] if listed else list(fields.text(name))
-    if unknown := sorted(set(types) - set(KINDS if listed else PATTERN)):
-        raise unsupported(name, short(unknown), " or ".join(map(repr, KINDS if listed else PATTERN)))
-    return types if listed else [PATTERN[letter] for letter in types]
+def types_of(fields: Fields, name: str, letters: str, default: list[str] | None = None) -> list[str]:
+    """Read types of layers, which files give as a list or as a text with a letter for each.
+
+    Args:
+        fields: parsed config.json.
+        name: key of the list.
+        letters: key of the text.
+        default: types of a file without both; None: it is refused.
+
+    Raises:
+        CheckpointError: the file gives none, or a value has another type.
+        NotImplementedError: a type is unknown.
+    """
+    if fields.get(name) is not None:
+        types, known = [OLD_NAMES.get(kind, kind) for kind in fields.texts(name)], dict(zip(KINDS, KINDS, strict=True))
+    elif fields.get(letters) is not None:
+        name, types, known = letters, list(fields.text(letters)), PATTERN
+    elif default is not None:
+        return default
+    else:
+        raise fields.error(name, "a list with the type of each layer")
+    if unknown := sorted(set(types) - known.keys()):
+        raise unsupported(name, short(unknown), " or ".join(map(repr, known)))
+    return [known[kind] for kind in types]
 
 
 def _check_steps(fields: Fields) -> None:
