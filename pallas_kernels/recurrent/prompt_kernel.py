@@ -112,8 +112,8 @@ def advance(
     grid = {"part": value_dim // ROWS, "head": heads, "piece": len(pieces.slots)}
     states = jax.new_ref(state)
     inputs = states, *rows, *(tables if corrects else tables[1:]), *pieces
-    memory = memory if corrects else memory[:-1]
-    outputs, corrected = launch(plgpu, run, "advance_chunks", grid, out, memory, inputs, interpret)
+    used = memory if corrects else memory[:-1]
+    outputs, corrected = launch(plgpu, run, "advance_chunks", grid, out, used, inputs, interpret)
     return outputs, corrected, jax.freeze(states)
 
 
