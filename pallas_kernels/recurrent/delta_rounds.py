@@ -32,9 +32,9 @@ def verify_and_write(
 ) -> tuple[Float[Array, "batch heads tokens value_dim"], RecordRing]:
     """Compute the outputs of the tokens of a round, and write their records into the rows after the committed tokens'.
 
-    Deterministic rounds with rates have a kernel, which computes token after token. Others with rates come here only if
-    they have none (`takes_kernels` in `jspec.models.parts.delta_nodes`). Rounds without rates have the same kernel of
-    nodes, whose tables XLA makes.
+    Deterministic rounds have a kernel, which computes token after token. Others with rates come here only if they have
+    none (`takes_kernels` in `jspec.models.parts.delta_nodes`). Others without rates have the kernel of these, whose
+    tables XLA makes.
 
     Args:
         state: states of all slots, each after its last multiple of `EVERY` committed tokens.
@@ -56,7 +56,7 @@ def verify_and_write(
 
     reference = partial(written_after, partial(verify_round, deterministic=deterministic))
     arguments = state, ring, slots, lengths, new, seen, written
-    if deterministic and new.rates is not None and in_order_tokens.has_kernel(ring):
+    if deterministic and in_order_tokens.has_kernel(ring):
         return choose_compiled(implementation, partial(written_after, in_order_tokens.verify), reference, *arguments)
     if not deterministic and new.rates is None and has_kernel(ring) and written.shape[1] <= MOST_NODES:
         return choose_compiled(implementation, _verify_nodes, reference, *arguments)

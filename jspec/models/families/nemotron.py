@@ -165,5 +165,5 @@ def types_of(fields: Fields, name: str, letters: str, default: list[str] | None 
 def _check_steps(fields: Fields) -> None:
     """Refuse limits of the steps; transformers writes infinity as an object."""
     limits = fields.get("time_step_limit")
-    if limits not in (None, [0, float("inf")], [0, {"__float__": "Infinity"}]):
+    if limits not in (None, [0, float("inf")], (0, float("inf")), [0, {"__float__": "Infinity"}]):
         raise unsupported("time_step_limit", short(limits), "[0, infinity]")

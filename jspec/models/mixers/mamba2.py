@@ -140,7 +140,10 @@ class Mamba2(Recurrent):
         """Return the outputs times the gate, normed by groups; `Recurrent._gated`."""
         outputs, x = rows
         assert layer.delta_norm is not None and layer.skip is not None
-        outputs = outputs + layer.skip[:, None] * x.astype(jnp.float32)
+        skipped = layer.skip[:, None] * x.astype(jnp.float32)
+        if batch.deterministic:  # in any program the product is rounded before it is added
+            skipped = jax.lax.optimization_barrier(skipped)
+        outputs = outputs + skipped
         gated = outputs.reshape(gate.shape) * jax.nn.silu(gate.astype(jnp.float32))
         groups = heads_of(gated, self.key_heads)
         normed = norm_rows(groups, jnp.ones(groups.shape[-1], jnp.float32), eps, batch.numerics)

@@ -134,7 +134,7 @@ def run_tokens(state: DeltaState, new: DeltaTokens, batch: TokenBatch) -> tuple[
 
 
 def _run_prompts(state: DeltaState, new: DeltaTokens, batch: PromptBatch) -> tuple[Outputs, DeltaState]:
-    if batch.deterministic and new.rates is not None and in_order_tokens.has_kernel(state.records):
+    if batch.deterministic and in_order_tokens.has_kernel(state.records):
         return choose_compiled(batch.numerics.options["implementation"], _run_in_order, _run_blocks, state, new, batch)
     if not delta_prompts.has_kernel(state.records, batch):
         return _run_blocks(state, new, batch)
