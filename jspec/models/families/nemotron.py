@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from convert.fields import Fields, short
+from convert.fields import Fields
 from convert.huggingface import MapRow, renamed
 from jspec.models.config.decoder_config import ModelConfig
 from jspec.models.config.hf_config import FULL
@@ -158,7 +158,7 @@ def types_of(fields: Fields, name: str, letters: str, default: list[str] | None 
     else:
         raise fields.error(name, "a list with the type of each layer")
     if unknown := sorted(set(types) - known.keys()):
-        raise unsupported(name, short(unknown), " or ".join(map(repr, known)))
+        raise unsupported(name, unknown, " or ".join(map(repr, known)))
     return [known[kind] for kind in types]
 
 
@@ -166,4 +166,4 @@ def _check_steps(fields: Fields) -> None:
     """Refuse limits of the steps; transformers writes infinity as an object."""
     limits = fields.get("time_step_limit")
     if limits not in (None, [0, float("inf")], (0, float("inf")), [0, {"__float__": "Infinity"}]):
-        raise unsupported("time_step_limit", short(limits), "[0, infinity]")
+        raise unsupported("time_step_limit", limits, "[0, infinity]")
