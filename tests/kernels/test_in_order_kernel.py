@@ -155,8 +155,6 @@ def test_all_forms_compiled_for_h200_spill_nothing_and_have_the_same_arithmetic(
         lambda: (prompts.state_of_zeros("bfloat16", (2, 4), PUBLISHED), prompts.batch_of([(0, 0, 0)], 4))
     )
     runs = {count: (verify, nodes(count)) for count in (1, 5, 64)}
-    *others, of_five, seen = nodes(5)
-    runs["no rates"] = verify, (*others, of_five._replace(rates=None), seen)
     runs |= {"fold": (fold, nodes(1)[:4]), "prompts": (run_prompts, (state, new, batch))}
     runs["other heads"] = verify, nodes(5, OTHER)
     found = {}
