@@ -49,8 +49,8 @@ def check_deterministic(target: Model, implementation: str) -> None:
     reasons += [_unsupported_mixer(layer.mixer, target.dtype) for layer in target.config.layers]
     for mlp, layer in zip(target.config.mlps, target.layers, strict=True):
         if isinstance(mlp, Experts):
-            for weight, gated in ((layer.experts_gate_up, mlp.is_gated), (layer.experts_down, False)):
-                assert weight is not None
+            of_experts: Any = (layer.experts_gate_up, mlp.is_gated), (layer.experts_down, False)
+            for weight, gated in of_experts:
                 reasons.append(unsupported_experts(weight, target.dtype, gated=gated))
     for reason in filter(None, reasons):
         raise ValueError(f"deterministic: on a GPU {reason}; leave it off")

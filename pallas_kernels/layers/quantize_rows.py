@@ -22,6 +22,7 @@ from pallas_kernels.layers.weights import QuantizedActivation
 INT8, FP8 = jnp.dtype("int8"), jnp.dtype("float8_e4m3fn")
 LARGEST = {INT8: 127.0, FP8: 448.0}
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu2"]
+SIGMOIDS = ("silu", "gelu_tanh")  # activation functions that are x * sigmoid(z), which more kernels support
 WIDEST = 32768  # columns that a Pallas program can hold in registers
 
 
@@ -50,6 +51,7 @@ def gate_logit(x: Array, name: Activation) -> Array:
     "gelu_tanh" approximates GELU by 0.5 x (1 + tanh(z / 2)), which equals x * sigmoid(z), where
     z / 2 = sqrt(2 / pi) (x + 0.044715 x^3). Unlike 1 + tanh, the sigmoid is exact to the last bits for negative z.
     """
+    assert name in SIGMOIDS, name
     if name == "silu":
         return x
     factor = math.sqrt(8 / math.pi)

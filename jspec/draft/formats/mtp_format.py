@@ -99,11 +99,9 @@ def mtp_format(kind: str, *, norm_output: bool = True, dequantize: bool = False)
         params = head_params(config)
         layer = family.layer_names(config.layers[0], names)
         layer = {**layer, "input_norm": layer["attn_norm"]}
-        first, *others = naming.layers
-        if others:
-            tensors = layer_tensors(params, "layers.0", "mtp.layers", _by_part(layer))
-        else:
-            tensors = layer_tensors(params, "layers.0", first, layer)
+        is_apart = len(naming.layers) > 1
+        prefix, layer = ("mtp.layers", _by_part(layer)) if is_apart else (naming.layers[0], layer)
+        tensors = layer_tensors(params, "layers.0", prefix, layer)
         tensors |= {name: [f"{naming.prefix}{tensor}.weight"] for name, tensor in naming.joined.items()}
         made = as_computed(rows(params, tensors), config, norms_less_one=family.norms_less_one)
         return config, renamed(made, names)
