@@ -83,6 +83,8 @@ def later_layers(config: Fields, names: Iterable[str]) -> set[int]:
         config: config of the language model.
         names: names of its tensors.
     """
+    if config.get("num_hidden_layers") is None:  # Nemotron-H lists its layers, and has none of these behind them
+        return set()
     first, more = config.integer("num_hidden_layers"), config.integer("num_nextn_predict_layers", 0, least=0)
     stored = {int(match[1]) for name in names if (match := LATER_LAYER.fullmatch(name))}
     return {*range(first, first + min(more, MOST_LATER)), *(index for index in stored if index >= first)}

@@ -169,7 +169,7 @@ def _context_weight(head: DFlashHead) -> Float[Array, "kv hidden"]:
     parts = []
     for layer, config in zip(head.layers, head.config.layers, strict=True):
         qkv, first = layer.qkv, config.gqa.q_size
-        assert not isinstance(qkv, Shard), "weights are divided after `bind`"
+        assert qkv is not None and not isinstance(qkv, Shard), "weights are divided after `bind`"
         if not isinstance(qkv, Quantized):
             parts.append(qkv[first:])
             continue

@@ -245,7 +245,7 @@ def _evaluated(function: Callable[[EagleHead], Any], head: EagleHead) -> Any:
 def _precomputed(head: EagleHead) -> PrecomputedFirstLayer:
     assert head.embed is not None and head.draft_to_target is not None
     layer, size = head.layers[0], head.config.hidden_size
-    assert layer.input_norm is not None
+    assert layer.input_norm is not None and layer.qkv is not None
     embedded = look_up(head.embed, head.draft_to_target).astype(head.dtype)
     of_embedding, of_feature = (_columns(layer.qkv, first, first + size) for first in (0, size))
     normed = rms_norm(embedded, layer.input_norm, head.config.norm_eps)

@@ -2,14 +2,14 @@
 
 A layer is its mixer (`jspec.models.mixers`) and `mlp_part`, which takes what the mixer returns, and returns the
 residual stream and the normed input of the next layer. One kernel computes the last residual sum together with this
-norm. Therefore each layer computes the norm before the next layer's mixer.
+norm. Therefore each layer computes the norm before the next layer's first part. A layer may have one part alone.
 
 Layers are kept in a list. A scan over stacked layers would copy each layer's weights and cache on a GPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float
 from jspec.core.numerics import Numerics
 from jspec.models.config.layer_config import LayerConfig
 from jspec.models.mlps.experts import mix_experts
-from jspec.models.mlps.mlp_config import Dense, Experts
+from jspec.models.mlps.mlp_config import Dense, Experts, NoMlp
 from jspec.models.mlps.normed_experts import mix_normed_experts
 from jspec.models.parts import block_conv
 from jspec.models.parts.layer_embeddings import gated_embedding
@@ -57,7 +57,8 @@ def feed_forward(
     if isinstance(config, Experts):
         return mix_experts(inputs[0], layer, config, used, numerics)
     assert layer.gate_up is not None and layer.down is not None
-    return mlp(inputs[0], layer.gate_up, layer.down, numerics, activation=config.activation)
+    options: dict[str, Any] = {"activation": config.activation, "is_gated": config.is_gated}
+    return mlp(inputs[0], layer.gate_up, layer.down, numerics, **options)
 
 
 def convolved(
@@ -105,23 +106,41 @@ def mlp_part(
     add_norm = partial(
         add_rms_norm, eps=eps, post_eps=config.post_norm_eps, factor=config.residual_scale, **numerics.options
     )
-    delta = product(numerics)(attended, layer.o)
-    delta = delta if taps is None else block_conv.after(delta, taps)
-    before = (layer.mlp_norm, layer.experts_norm, layer.router_norm)
-    own_norms = [norm for norm in before if norm is not None]
-    is_dense = isinstance(config.mlp, Dense)  # the router of experts reads inputs that are not rounded
-    quantize_output = bool(own_norms) and is_dense and layer.mlp_taps is None and has_dynamic_activations(layer.gate_up)
-    options: dict[str, Any] = {"post_norm": layer.attn_post_norm, "quantize_output": quantize_output}
-    residual, *normed = add_norm(residual, delta, *own_norms, bias=layer.o_bias, **options)
-    normed, taps = convolved(layer.mlp_taps, layer.mlp_taps_project, normed or [residual], numerics)
-    delta = feed_forward(normed, layer, config.mlp, used, eps=eps, numerics=numerics)
-    delta = delta if taps is None else block_conv.after(delta, taps)
-    post_norm = layer.mlp_post_norm
-    if embedded is not None:
-        (residual,) = add_norm(residual, delta, post_norm=post_norm)
-        delta = gated_embedding(residual, layer, embedded, config.mlp.activation, numerics)
-        post_norm = layer.embed_post_norm
+    last: dict[str, Any] = {}  # options of the layer's last sum
+    normed: list[Any] = [attended]
+    if config.has_mixer:
+        delta = product(numerics)(attended, layer.o)
+        delta = delta if taps is None else block_conv.after(delta, taps)
+        last = {"bias": layer.o_bias, "post_norm": layer.attn_post_norm}
+        if config.has_mlp:
+            residual, *normed = _before_mlp(layer, config, residual, delta, partial(add_norm, **last))
+    if not isinstance(config.mlp, NoMlp):
+        delta, last = _fed(normed or [residual], layer, config.mlp, used, eps=eps, numerics=numerics)
+        if embedded is not None:
+            (residual,) = add_norm(residual, delta, **last)
+            delta = gated_embedding(residual, layer, embedded, config.mlp.activation, numerics)
+            last = {"post_norm": layer.embed_post_norm}
     quantize_output = bool(norms) and all(weight is not None and has_dynamic_activations(weight) for _, weight in norms)
-    options = {"post_norm": post_norm, "scale": layer.output_scale, "quantize_output": quantize_output}
-    residual, *normed = add_norm(residual, delta, *(norm for norm, _ in norms), **options)
+    last |= {"scale": layer.output_scale, "quantize_output": quantize_output}
+    residual, *normed = add_norm(residual, delta, *(norm for norm, _ in norms), **last)
     return residual, *(normed or [residual])
+
+
+def _before_mlp(
+    layer: LayerWeights, config: LayerConfig, residual: Array, delta: Any, add_norm: Callable[..., Any]
+) -> tuple[Any, ...]:
+    """Add the output of a layer's mixer, and return the residual stream and its norms before the feed-forward."""
+    before = (layer.mlp_norm, layer.experts_norm, layer.router_norm)
+    norms = [norm for norm in before if norm is not None]
+    is_dense = isinstance(config.mlp, Dense)  # the router of experts reads inputs that are not rounded
+    quantize_output = bool(norms) and is_dense and layer.mlp_taps is None and has_dynamic_activations(layer.gate_up)
+    return add_norm(residual, delta, *norms, quantize_output=quantize_output)
+
+
+def _fed(
+    normed: list[Any], layer: LayerWeights, mlp: Dense | Experts, used: Array | None, **options: Any
+) -> tuple[Any, dict[str, Any]]:
+    """Return the output of a layer's feed-forward, convolved if it has taps, and the options of its sum."""
+    normed, taps = convolved(layer.mlp_taps, layer.mlp_taps_project, normed, options["numerics"])
+    delta = feed_forward(normed, layer, mlp, used, **options)
+    return delta if taps is None else block_conv.after(delta, taps), {"post_norm": layer.mlp_post_norm}

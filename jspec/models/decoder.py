@@ -40,6 +40,15 @@ class Layer(LayerWeights):
 
     attn_norm: Float[Array, "hidden"] | None = optional()  # norm before the attention; None: the layer has none
 
+    @property
+    def first_norm(self) -> Norm | None:
+        """The norm before the layer's first part, and the weight that alone reads its output; None: there is none."""
+        if self.qkv is None:
+            assert self.mlp_norm is not None
+            return self.mlp_norm, self.gate_up if self.router is None else None
+        # The input of gates and of convolutions, which stay unquantised, must not be quantised for qkv.
+        return None if self.attn_norm is None else (self.attn_norm, self.qkv if self.reads_input_once else None)
+
 
 @struct.dataclass
 class Model:
@@ -177,13 +186,12 @@ def forward(
     sequences, tokens = batch.pack(batch.tokens).shape
     if not batch.deterministic:  # pad the tokens for a kernel; ``[:, :tokens]`` below drops the padding
         gate_up, mlp = model.layers[0].gate_up, model.config.layers[0].mlp
-        if isinstance(mlp, Dense) and gate_up is not None:
+        if isinstance(mlp, Dense) and mlp.is_gated and gate_up is not None:
             batch = batch.pad(kernel_padding(sequences, tokens, gate_up, model.embed.dtype, mlp.activation))
     eps, used = model.config.norm_eps, batch.pack(batch.is_used)
     x = normed = model.embedded(batch.pack(batch.tokens), batch.numerics)
-    first_norm = model.layers[0].attn_norm
-    if first_norm is not None:
-        normed = norm_rows(x, first_norm, eps, batch.numerics)
+    if (first_norm := model.layers[0].first_norm) is not None:
+        normed = norm_rows(x, first_norm[0], eps, batch.numerics)
     new_cache: list[Any] = []
 
     def mix(index: int, normed: Inputs) -> Any:
@@ -236,12 +244,8 @@ def run_layers(
         The states, counted as in `forward`.
     """
     states, eps = [x], model.config.norm_eps
-    # The input of gates and of convolutions, which stay unquantised, must not be quantised for qkv.
-    norms: list[list[Norm]] = [
-        [] if layer.attn_norm is None else [(layer.attn_norm, layer.qkv if layer.reads_input_once else None)]
-        for layer in model.layers[1:]
-    ]
-    norms.append([(model.norm, None)])
+    firsts = [layer.first_norm for layer in model.layers[1:]]
+    norms: list[list[Norm]] = [[] if norm is None else [norm] for norm in firsts] + [[(model.norm, None)]]
     for index, (layer, config, after) in enumerate(zip(model.layers, model.config.layers, norms, strict=True)):
         options: dict[str, Any] = {"eps": eps, "numerics": numerics, "used": used}
         options |= {} if embedded is None else {"embedded": embedded[index]}

@@ -12,7 +12,9 @@ from jspec.models.decoder import Model
 from jspec.models.mixers.attention import Attention
 from jspec.models.mixers.gated_delta import GatedDelta
 from jspec.models.mixers.mixer import Mixer
+from jspec.models.mixers.recurrent import Recurrent
 from jspec.models.mixers.short_conv import ShortConv
+from jspec.models.mlps.mlp_config import Experts
 from jspec.models.weights.quantize import quantized_as
 from pallas_kernels.attention.paged_attention import most_query_heads
 from pallas_kernels.layers.dense.deterministic_matmul import unsupported_weight
@@ -41,13 +43,15 @@ def check_deterministic(target: Model, implementation: str) -> None:
         return
     weights: list[Any] = [w for layer in target.layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down)]
     weights += [w for layer in target.layers for w in (layer.embed_gate, layer.embed_out)]
+    weights += [w for layer in target.layers for w in (layer.experts_in, layer.experts_out)]
     weights += [] if target.layer_embeddings is None else [target.layer_embeddings.projection]
     reasons = [unsupported_weight(weight) for weight in (*weights, target.output_head) if weight is not None]
     reasons += [_unsupported_mixer(layer.mixer, target.dtype) for layer in target.config.layers]
-    experts: list[Any] = [(layer.experts_gate_up, layer.experts_down) for layer in target.layers]
-    for gate_up, down in (pair for pair in experts if pair[0] is not None):
-        reasons.append(unsupported_experts(gate_up, target.dtype, gated=True))
-        reasons.append(unsupported_experts(down, target.dtype, gated=False))
+    for mlp, layer in zip(target.config.mlps, target.layers, strict=True):
+        if isinstance(mlp, Experts):
+            of_experts: Any = (layer.experts_gate_up, mlp.is_gated), (layer.experts_down, False)
+            for weight, gated in of_experts:
+                reasons.append(unsupported_experts(weight, target.dtype, gated=gated))
     for reason in filter(None, reasons):
         raise ValueError(f"deterministic: on a GPU {reason}; leave it off")
     kinds = {layer.mixer for layer in target.config.layers if isinstance(layer.mixer, Attention)}
@@ -67,13 +71,14 @@ def _unsupported_mixer(mixer: Mixer, dtype: jnp.dtype) -> str | None:
     A program may round a product before it adds it or not. Products of two numbers of 16 bits need no rounding in
     float32, so sums of a convolution are the same in either case.
     """
-    if not isinstance(mixer, (GatedDelta, ShortConv)):
+    if not isinstance(mixer, (Recurrent, ShortConv)):
         return None
     if dtype.itemsize > 2:
         return f"convolutions must have weights of 16 bits, got {dtype}"
     if isinstance(mixer, ShortConv):
         return None
+    name = "gated delta nets" if isinstance(mixer, GatedDelta) else "Mamba 2 mixers"
     if multiprocessors() is None:
-        return "gated delta nets need compute capability 9.0 and jax 0.11"
+        return f"{name} need compute capability 9.0 and jax 0.11"
     reason = in_order_kernel.unsupported(mixer.key_dim, mixer.value_dim)
-    return reason and f"gated delta nets: {reason}"
+    return reason and f"{name}: {reason}"

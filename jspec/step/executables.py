@@ -238,7 +238,7 @@ def warn_of_slow_layers(states: Sequence[LayerState], platform: str) -> None:
     """Log a warning if layers of the target have no kernel on the device."""
     if platform != "cpu" and not all(state.has_kernel for state in states):
         logger.warning(
-            "the target's layers with gated delta nets have no kernel for this %s (it needs a Hopper GPU, jax 0.11, "
+            "the target's layers with recurrent states have no kernel for this %s (it needs a Hopper GPU, jax 0.11, "
             "bfloat16, key heads of 128 channels and value heads of a multiple of 64): they are slow",
             platform,
         )

@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from jspec.models.config.decoder_config import DecoderConfig, ModelConfig
-from jspec.models.mlps.mlp_config import Dense, Experts
+from jspec.models.config.layer_config import LayerConfig
+from jspec.models.mlps.mlp_config import Dense, Experts, NoMlp
 
 NORMS = {
     "pre": "before attention and feed-forward",
@@ -24,16 +25,21 @@ def describe_layers(config: DecoderConfig) -> list[str]:
     layers = config.layers
     mixers = [layer.mixer.describe() for layer in layers]  # words by the name of a part
     parts = dict.fromkeys(part for words in mixers for part in words)
+    mlps = [layer.mlp for layer in layers if not isinstance(layer.mlp, NoMlp)]
     lines = [
         *(f"{part}: {_forms([words[part] for words in mixers if part in words], len(layers))}" for part in parts),
-        f"feed-forward: {_forms([_feed_forward(layer.mlp) for layer in layers], len(layers))}",
+        f"feed-forward: {_forms([_feed_forward(mlp) for mlp in mlps], len(layers))}",
     ]
     if isinstance(config, ModelConfig):
         if size := layers[0].embedded:
             lines.append(f"embeddings: {size} channels of each token for each layer")
-        lines.append(f"norms: {_forms([NORMS[layer.norms] for layer in layers], len(layers))}")
+        lines.append(f"norms: {_forms([_norms(layer) for layer in layers], len(layers))}")
     factors = _factors(config)
     return [*lines, f"factors: {', '.join(factors)}"] if factors else lines
+
+
+def _norms(layer: LayerConfig) -> str:
+    return NORMS[layer.norms] if layer.has_mixer and layer.has_mlp else "before the layer's one part"
 
 
 def _forms(forms: Sequence[str], layers: int) -> str:
@@ -46,10 +52,11 @@ def _forms(forms: Sequence[str], layers: int) -> str:
 
 def _feed_forward(config: Dense | Experts) -> str:
     if isinstance(config, Dense):
-        return f"{config.width} channels, {config.activation}"
+        return f"{config.width} channels, {config.activation}{_gate(config)}"
     router = config.router
     weights = f"{router.scores}{' over the chosen' if router.is_normalised else ''}"
-    parts = [f"{router.count} experts of {config.width} channels, {router.chosen} a token", config.activation, weights]
+    parts = [f"{router.count} experts of {config.width} channels, {router.chosen} a token"]
+    parts += [f"{config.activation}{_gate(config)}", weights]
     if router.groups > 1:
         parts.append(f"from {router.chosen_groups} of {router.groups} groups")
     if router.factor != 1:
@@ -66,9 +73,15 @@ def _feed_forward(config: Dense | Experts) -> str:
         parts.append("weights of the inputs")
     if config.shared:
         parts.append(f"shared expert of {config.shared} channels{' with a factor' if config.gates_shared else ''}")
+    if config.latent is not None:
+        parts.append(f"inputs and outputs of experts of {config.latent} channels")
     if config.has_norms:
         parts.append("norms of the experts and of the shared expert")
     return ", ".join(parts)
+
+
+def _gate(config: Dense | Experts) -> str:
+    return "" if config.is_gated else " without a gate"
 
 
 def _factors(config: DecoderConfig) -> list[str]:

@@ -23,7 +23,7 @@ from pallas_kernels.layers.dense.grouped_matmul import packed_tiles
 from pallas_kernels.layers.dense.hopper_tiling import HopperTiles, choose_tiles
 from pallas_kernels.layers.packed import int4_kernel
 from pallas_kernels.layers.products import factors, matmul
-from pallas_kernels.layers.quantize_rows import Activation, gated
+from pallas_kernels.layers.quantize_rows import SIGMOIDS, Activation, gated
 from pallas_kernels.layers.weights import Inputs, Quantized, Weight
 
 LEAST_ROWS = 32  # with fewer rows of two bytes XLA is as fast as `hopper_kernel`; with float8 it has six more launches
@@ -32,12 +32,12 @@ LEAST_ROWS = 32  # with fewer rows of two bytes XLA is as fast as `hopper_kernel
 def tiles_for(x: Inputs | jax.ShapeDtypeStruct, weight: Weight, activation: Activation = "silu") -> HopperTiles | None:
     """Returns the tile sizes of the Hopper kernel for x and a weight [2 out, inner]; None: it does not support them.
 
-    XLA rounds gate and up before it multiplies activation(gate) by up. "gelu" is computed by XLA, because Mosaic has no
-    erf, and a series of it needs more registers than the kernel has.
+    XLA rounds gate and up before it multiplies activation(gate) by up. It computes activation functions that are not in
+    `SIGMOIDS`: Mosaic has no erf for "gelu", and a series of it needs more registers than the kernel has.
     """
     multiprocessors, dtype = hopper.multiprocessors(), jnp.dtype(x.dtype)
     (both, inner), rows = weight.shape, math.prod(x.shape[:-1])
-    if multiprocessors is None or dtype.itemsize != 2 or activation == "gelu":
+    if multiprocessors is None or dtype.itemsize != 2 or activation not in SIGMOIDS:
         return None
     if isinstance(weight, Quantized):
         if not weight.is_dynamic:
@@ -72,7 +72,7 @@ def kernel_padding(sequences: int, rows: int, weight: Weight, dtype: jnp.dtype, 
 def _kernel_of_packed(x: Inputs, weight: Weight, activation: Activation) -> Callable[..., Array] | None:
     """Returns a function of the arguments of `gated_matmul` that runs `int4_kernel`; None: it does not support them."""
     rows = math.prod(x.shape[:-1])
-    if not isinstance(weight, Quantized) or activation == "gelu":
+    if not isinstance(weight, Quantized) or activation not in SIGMOIDS:
         return None
     if (tiles := packed_tiles(rows, weight, x.dtype, gated=True)) is None:
         return None
@@ -97,7 +97,7 @@ def gated_matmul(
         weight: gate above up [2 out, inner].
         activation: the gate's activation function.
         implementation: as in `paged_attention`. The kernel runs on a Hopper GPU with jax 0.11 or later (`tiles_for`),
-            for up to 8 rows or a multiple of 8 up to 320, and every activation but "gelu". The weight must be of kind
+            for up to 8 rows or a multiple of 8 up to 320, and activations in `SIGMOIDS`. The weight must be of kind
             "fp8_dynamic", or have two bytes per value while x has at least 32 rows. The kernel of a few rows multiplies
             8 to 64 rows by a wide weight of two bytes per value (`has_few_rows`). A weight of kind "int4" is multiplied
             by its own kernel (`packed_tiles`). Otherwise XLA computes the product.

@@ -21,14 +21,16 @@ from pallas_kernels.layers.weights import QuantizedActivation
 
 INT8, FP8 = jnp.dtype("int8"), jnp.dtype("float8_e4m3fn")
 LARGEST = {INT8: 127.0, FP8: 448.0}
-Activation = Literal["silu", "gelu_tanh", "gelu"]
+Activation = Literal["silu", "gelu_tanh", "gelu", "relu2"]
+SIGMOIDS = ("silu", "gelu_tanh")  # activation functions that are x * sigmoid(z), which more kernels support
 WIDEST = 32768  # columns that a Pallas program can hold in registers
 
 
 def activate(x: Array, name: Activation) -> Array:
-    """Returns an activation function of each value, inside or outside of a kernel: silu(x) = x * sigmoid(x), or GELU.
+    """Returns an activation function of each value, inside or outside of a kernel: silu(x) = x * sigmoid(x), GELU, or
+    relu2(x) = max(x, 0)^2 (arXiv:2109.08668).
 
-    GELU (arXiv:1606.08415) is computed in float32 and rounded to x's dtype.
+    GELU (arXiv:1606.08415) and relu2 are computed in float32 and rounded to x's dtype.
 
     Raises:
         ValueError: the name is unknown.
@@ -38,6 +40,8 @@ def activate(x: Array, name: Activation) -> Array:
     if name == "silu":
         return x * jax.lax.logistic(x)
     wide = x.astype(jnp.float32)
+    if name == "relu2":
+        return jnp.square(jnp.maximum(wide, 0)).astype(x.dtype)
     return (wide * (_normal_cdf(wide) if name == "gelu" else jax.lax.logistic(gate_logit(wide, name)))).astype(x.dtype)
 
 
@@ -47,6 +51,7 @@ def gate_logit(x: Array, name: Activation) -> Array:
     "gelu_tanh" approximates GELU by 0.5 x (1 + tanh(z / 2)), which equals x * sigmoid(z), where
     z / 2 = sqrt(2 / pi) (x + 0.044715 x^3). Unlike 1 + tanh, the sigmoid is exact to the last bits for negative z.
     """
+    assert name in SIGMOIDS, name
     if name == "silu":
         return x
     factor = math.sqrt(8 / math.pi)

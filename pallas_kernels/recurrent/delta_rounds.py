@@ -6,13 +6,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.layers.hopper import HEIGHT, choose_compiled, multiprocessors
 from pallas_kernels.recurrent import delta_kernel, gated_delta, in_order_tokens
-from pallas_kernels.recurrent.delta_kernel import behind_of
+from pallas_kernels.recurrent.delta_kernel import MOST_NODES, UNIT, Nodes, behind_of
 from pallas_kernels.recurrent.record_ring import RecordRing, block_of, states_of
 from pallas_kernels.recurrent.records import DeltaTokens, Records, SlotStates
 
@@ -31,8 +32,9 @@ def verify_and_write(
 ) -> tuple[Float[Array, "batch heads tokens value_dim"], RecordRing]:
     """Compute the outputs of the tokens of a round, and write their records into the rows after the committed tokens'.
 
-    Deterministic rounds have a kernel, which computes token after token. Others come here only if they have none
-    (`takes_kernels` in `jspec.models.parts.delta_nodes`).
+    Deterministic rounds have a kernel, which computes token after token. Others with rates come here only if they have
+    none (`takes_kernels` in `jspec.models.parts.delta_nodes`). Others without rates have the kernel of these, whose
+    tables XLA makes.
 
     Args:
         state: states of all slots, each after its last multiple of `EVERY` committed tokens.
@@ -50,14 +52,65 @@ def verify_and_write(
         *inputs, written = arguments
         outputs, records = verify(*inputs, **options)
         _, ring, slots, lengths, *_ = inputs
-        target = jnp.where(written, slots[:, None], ring.decays.shape[0])
-        return outputs, ring.written(target, lengths[:, None] + jnp.arange(written.shape[1]), records)
+        return outputs, ring.written(*_rows_of(ring, slots, lengths, written), records)
 
     reference = partial(written_after, partial(verify_round, deterministic=deterministic))
     arguments = state, ring, slots, lengths, new, seen, written
     if deterministic and in_order_tokens.has_kernel(ring):
         return choose_compiled(implementation, partial(written_after, in_order_tokens.verify), reference, *arguments)
+    if not deterministic and new.rates is None and has_kernel(ring) and written.shape[1] <= MOST_NODES:
+        return choose_compiled(implementation, _verify_nodes, reference, *arguments)
     return reference(*arguments)
+
+
+def _rows_of(
+    ring: RecordRing, slots: Int[Array, "batch"], lengths: Int[Array, "batch"], written: Bool[Array, "batch tokens"]
+) -> tuple[Int[Array, "batch tokens"], Int[Array, "batch tokens"]]:
+    """Return the slots and the positions of the tokens of a round; a token that is not written has no slot."""
+    target = jnp.where(written, slots[:, None], ring.decays.shape[0])
+    return target, lengths[:, None] + jnp.arange(written.shape[1])
+
+
+def _verify_nodes(
+    state: SlotStates,
+    ring: RecordRing,
+    slots: Int[Array, "batch"],
+    lengths: Int[Array, "batch"],
+    new: DeltaTokens,
+    seen: Bool[Array, "batch tokens tokens"],
+    written: Bool[Array, "batch tokens"],
+    *,
+    interpret: Any,
+) -> tuple[Float[Array, "batch heads tokens value_dim"], RecordRing]:
+    """Compute what `verify_and_write` does by the kernel of nodes, which writes the values of records itself."""
+    behind, counts = committed_factors(ring, slots, lengths), counts_of(written, slots, len(state))
+    inputs = state, ring, slots, lengths, behind, counts, nodes_of(new, seen)
+    outputs, values = delta_kernel.verify(*inputs, interpret=interpret)
+    # Keys and decays are written after the kernel has read the ring: else they are copied.
+    outputs, values, keys, decays = jax.lax.optimization_barrier((outputs, values, new.keys, new.decays))
+    records, rows = Records(keys, new.values, decays), _rows_of(ring, slots, lengths, written)
+    ring = ring._replace(values=values).written(*rows, records, has_values=True)
+    return jnp.swapaxes(outputs[:, : written.shape[1]], 1, 2), ring
+
+
+def nodes_of(new: DeltaTokens, seen: Bool[Array, "batch tokens tokens"]) -> Nodes:
+    """Return what `delta_kernel.verify` reads of the tokens of a round.
+
+    Args:
+        new: inputs of the tokens.
+        seen: which tokens each token follows in its tree, itself included.
+    """
+    count = new.decays.shape[2]
+    more = -count % UNIT
+    weights, scores = (jnp.swapaxes(of, 2, 3) for of in gated_delta.pairs_of(new, seen))
+    scales = jnp.exp(gated_delta.path_decays(new.decays, seen))
+    rates = (jnp.ones_like(scales), jnp.zeros_like(scales)) if new.rates is None else (new.rates, new.rates * scales)
+    pairs = [jnp.pad(of, [(0, 0), (0, 0), (0, more), (0, more)]) for of in (weights, scores)]
+    rows = jnp.pad(jnp.stack([*rates, scales], axis=2), [(0, 0), (0, 0), (0, 0), (0, more)])
+    padding = more if count > UNIT else 0  # fewer are padded when they are loaded
+    arrays = (jnp.swapaxes(of, 1, 2) for of in (new.keys, new.queries, new.values))
+    keys, queries, values = (jnp.pad(of, [(0, 0), (0, padding), (0, 0), (0, 0)]) for of in arrays)
+    return Nodes(keys, queries, values, jnp.concatenate([*pairs, rows], axis=2))
 
 
 def verify_round(

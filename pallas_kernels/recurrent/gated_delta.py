@@ -14,6 +14,8 @@ where path_i sums g from the root to i, after_j over the records behind j, after
 behind j to i. Every exponent is a sum of numbers <= 0, none is a difference of sums, so decays near 0 lose no digits.
 So a tree is verified without writing a state, and what a commit keeps are records. `fold` moves the oldest `EVERY`
 records into the state when there are as many.
+
+Tokens without rates have u = v, and nothing is solved. This is the rule of Mamba 2 (arXiv:2405.21060).
 """
 
 from __future__ import annotations
@@ -66,31 +68,44 @@ def verify(
     """
     if deterministic:
         return verify_in_order(state, window, new, seen)
-    heads, dtype = state.shape[1], new.keys.dtype
-    keys, queries = (each_head(rows, heads) for rows in (new.keys, new.queries))
+    keys, queries = (each_head(rows, state.shape[1]) for rows in (new.keys, new.queries))
     weights, scores = pairs_of(new, seen)
-    scale = jnp.exp(path_decays(new.decays, seen))
-    both, scales = jnp.concatenate([keys, queries], axis=2), jnp.concatenate([scale, scale], axis=2)
-    found = scales[..., None] * _product("bhvk,bhtk->bhtv", state, both)
-    if window is not None:
-        after, total = _behind(window.decays)
-        products = _product("bhwk,bhtk->bhtw", each_head(window.keys, heads), both) * jnp.exp(after)[:, :, None]
-        of_window = _product("bhtw,bhwv->bhtv", products * scales[..., None], window.values)
-        found = jnp.exp(total)[..., None, None] * found + of_window
-    count = keys.shape[2]
-    found_keys, found_queries = found[:, :, :count], found[:, :, count:]
-    values = _solve(weights, new.rates[..., None] * (new.values - found_keys), dtype)
-    return found_queries + _product("bhij,bhjv->bhiv", scores, values), Records(new.keys, values, new.decays)
+    scale, values = jnp.exp(path_decays(new.decays, seen)), new.values
+    if new.rates is None:
+        read = _read(state, window, queries, scale)
+    else:
+        both, scales = jnp.concatenate([keys, queries], axis=2), jnp.concatenate([scale, scale], axis=2)
+        found, read = jnp.split(_read(state, window, both, scales), 2, axis=2)
+        values = _solve(weights, new.rates[..., None] * (new.values - found), new.keys.dtype)
+    return read + _product("bhij,bhjv->bhiv", scores, values), Records(new.keys, values, new.decays)
+
+
+def _read(
+    state: States,
+    window: Records | None,
+    rows: Float[Array, "batch heads rows key_dim"],
+    scale: Float[Array, "batch heads rows"],
+) -> Float[Array, "batch heads rows value_dim"]:
+    """Return what keys or queries read of states and of the records behind them, times a factor of each row."""
+    found = scale[..., None] * _product("bhvk,bhtk->bhtv", state, rows)
+    if window is None:
+        return found
+    after, total = _behind(window.decays)
+    keys = each_head(window.keys, state.shape[1])
+    products = _product("bhwk,bhtk->bhtw", keys, rows) * jnp.exp(after)[:, :, None]
+    of_window = _product("bhtw,bhwv->bhtv", products * scale[..., None], window.values)
+    return jnp.exp(total)[..., None, None] * found + of_window
 
 
 class DeltaChunk(NamedTuple):
     """What some successive tokens have that does not depend on the state before them (arXiv:2406.06484).
 
     Their corrected values are ``values - keys S^T``, and their outputs ``queries S^T`` and ``scores`` times these.
+    Without ``values`` and ``keys`` no value is corrected.
     """
 
-    values: Float[Array, "batch heads tokens value_dim"]
-    keys: Float[Array, "batch heads tokens key_dim"]
+    values: Float[Array, "batch heads tokens value_dim"] | None
+    keys: Float[Array, "batch heads tokens key_dim"] | None
     queries: Float[Array, "batch heads tokens key_dim"]
     scores: Float[Array, "batch heads tokens tokens"]
     records: Records  # whose values are not corrected yet
@@ -101,15 +116,18 @@ def chunk_of(new: DeltaTokens) -> DeltaChunk:
     weights, scores = pairs_of(new, jnp.tri(new.decays.shape[2], dtype=bool)[None])
     keys, queries = (each_head(rows, new.decays.shape[1]) for rows in (new.keys, new.queries))
     path = jnp.exp(jnp.cumsum(new.decays, axis=-1))[..., None]
-    both = jnp.concatenate([new.values.astype(jnp.float32), path * keys], axis=-1) * new.rates[..., None]
-    values, corrections = jnp.split(_solve(weights, both, jnp.float32), [new.values.shape[-1]], axis=-1)
+    values = corrections = None
+    if new.rates is not None:
+        both = jnp.concatenate([new.values.astype(jnp.float32), path * keys], axis=-1) * new.rates[..., None]
+        values, corrections = jnp.split(_solve(weights, both, jnp.float32), [new.values.shape[-1]], axis=-1)
     return DeltaChunk(values, corrections, path * queries, scores, Records(new.keys, new.values, new.decays))
 
 
 def run_chunk(state: States, chunk: DeltaChunk) -> tuple[Float[Array, "batch heads tokens value_dim"], Records]:
     """Compute the outputs of successive tokens behind a state, and their records, as `verify` does."""
-    values = chunk.values - _product("bhtk,bhvk->bhtv", chunk.keys, state)
-    values = values.astype(chunk.records.values.dtype)
+    values = chunk.records.values
+    if chunk.values is not None and chunk.keys is not None:
+        values = (chunk.values - _product("bhtk,bhvk->bhtv", chunk.keys, state)).astype(values.dtype)
     outputs = _product("bhtk,bhvk->bhtv", chunk.queries, state) + _product("bhij,bhjv->bhiv", chunk.scores, values)
     return outputs, chunk.records._replace(values=values)
 
@@ -134,14 +152,18 @@ def pairs_of(new: DeltaTokens, seen: Bool[Array, "batch tokens tokens"]) -> tupl
     """Return what the corrected values of a token's ancestors count for it, [batch, heads, tokens, ancestors].
 
     The first array weights them in the token's own value, the second in its output, where its own value counts too.
+    Without rates the first one is 0.
     """
     heads, count = new.decays.shape[1:]
     between, is_before = jnp.exp(_between(new.decays, seen)), seen & ~jnp.eye(count, dtype=bool)
-    weights, scores = (
-        jnp.where(counts[:, None], between * each_head(_products_of(new.keys, rows), heads), 0)
-        for counts, rows in ((is_before, new.keys), (seen, new.queries))
-    )
-    return weights * new.rates[..., None], scores
+
+    def counted(counts: Array, rows: Array) -> Array:
+        return jnp.where(counts[:, None], between * each_head(_products_of(new.keys, rows), heads), 0)
+
+    scores = counted(seen, new.queries)
+    if new.rates is None:
+        return jnp.zeros_like(scores), scores
+    return counted(is_before, new.keys) * new.rates[..., None], scores
 
 
 def _solve(

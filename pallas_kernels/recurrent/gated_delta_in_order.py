@@ -31,8 +31,10 @@ def verify_in_order(
     batch, heads, count = new.decays.shape
     before = seen & ~jnp.eye(count, dtype=bool)
     parents = jnp.max(jnp.where(before, jnp.arange(count), -1), axis=2)  # a path's last token before its own
-    tokens = new._replace(queries=each_head(new.queries, heads), keys=each_head(new.keys, heads))
-    parents, are_records = jnp.broadcast_to(parents, (batch, count)), jnp.zeros((batch, count), bool)
+    rates = jnp.zeros_like(new.decays) if new.rates is None else new.rates
+    tokens = new._replace(queries=each_head(new.queries, heads), keys=each_head(new.keys, heads), rates=rates)
+    # The value of a token without a rate is that of its record.
+    parents, are_records = jnp.broadcast_to(parents, (batch, count)), jnp.full((batch, count), new.rates is None)
     _, outputs, values = row_by_row(_tokens, begin, tokens, parents, are_records)
     return outputs, Records(new.keys, values, new.decays)
 

@@ -45,7 +45,7 @@ class TokenRows(NamedTuple):
     keys: Float[Array, "rows key_heads key_dim"]
     values: Float[Array, "rows heads value_dim"]
     decays: Float[Array, "rows padded"]  # log decays of the heads, padded to a multiple of `GROUP`; float32
-    rates: Float[Array, "rows padded"]
+    rates: Float[Array, "rows padded"]  # below 0: the value is not corrected
 
 
 class TreePaths(NamedTuple):
@@ -247,17 +247,18 @@ class _InOrderCta:
     def step(self, index, row, state):
         """Advances the state by a row of a block, and stores the token's output and corrected value.
 
-        The value of a record is corrected already. All else is computed for records too: a step without it would be
-        compiled otherwise, and might round otherwise.
+        The value of a record is corrected already, that of a token without a rate never is. All else is computed for
+        them too: a step without it would be compiled otherwise, and might round otherwise.
         """
         is_token, place = index > 0, jax.lax.rem(index, 2) * EVERY + row
         queries, keys, values, decays, rates = self.memory[:5]
         key = self.group.per_column(keys.at[place]).astype(jnp.float32)
         value = self.group.load(values.at[place], self.group.layout.reduce(1)).astype(jnp.float32)
-        state = state * jnp.exp(decays[place, self.member])
-        wanted = (value - jnp.sum(state * key, axis=1)) * rates[place, self.member]
+        state, rate = state * jnp.exp(decays[place, self.member]), rates[place, self.member]
+        wanted = (value - jnp.sum(state * key, axis=1)) * rate
         wanted = wanted.astype(self.group.dtype).astype(jnp.float32)
-        corrected = jnp.where(jnp.broadcast_to(is_token, value.shape), wanted, value)
+        is_corrected = is_token & jnp.logical_not(rate < 0)  # a rate that is not a number shows
+        corrected = jnp.where(jnp.broadcast_to(is_corrected, value.shape), wanted, value)
         state = state + jax.lax.broadcast_in_dim(corrected, state.shape, [0]) * key
         output = jnp.sum(state * self.group.per_column(queries.at[place]).astype(jnp.float32), axis=1)
 

@@ -113,8 +113,9 @@ def run_pieces(
 
 def rows_of(new: DeltaTokens) -> TokenRows:
     """Return the rows of tokens."""
+    rates = jnp.full_like(new.decays, -1) if new.rates is None else new.rates
     queries, keys, values = (jnp.swapaxes(of, 1, 2).reshape(-1, of.shape[1], of.shape[3]) for of in new[:3])
-    return TokenRows(queries, keys, values, *(_by_head(of).reshape(len(keys), -1) for of in new[3:]))
+    return TokenRows(queries, keys, values, *(_by_head(of).reshape(len(keys), -1) for of in (new.decays, rates)))
 
 
 def _behind(

@@ -31,7 +31,7 @@ class Chunks(NamedTuple):
     keys: Float[Array, "chunks tokens key_heads key_dim"]
     values: Float[Array, "chunks tokens heads value_dim"]
     decays: Float[Array, "chunks tokens heads"]  # log decays, float32
-    rates: Float[Array, "chunks tokens heads"]  # float32
+    rates: Float[Array, "chunks tokens heads"] | None  # float32; None: values are not corrected
     is_record: Bool[Array, "chunks tokens"]  # whether a value is corrected already
     is_folded: Bool[Array, "chunks tokens"]  # whether a token advances the state; those are the first ones of a piece
 
@@ -60,23 +60,25 @@ def tables_of(
     chunks: Chunks,
 ) -> tuple[
     Float[Array, "chunks heads 2 tokens"],
-    Float[Array, "chunks heads 2 tokens"],
+    Float[Array, "chunks heads 2 tokens"] | None,
     Float[Array, "chunks heads 2 tokens"],
     Float[Array, "chunks heads"],
 ]:
     """Return summed decays and rates for `solve`, and the decays and the total of `ChunkTables`, all in float32."""
     order = jnp.arange(CHUNK)
-    parts, rates = _parts(jnp.swapaxes(chunks.decays, 1, 2)), jnp.swapaxes(chunks.rates, 1, 2)
+    parts, rates = _parts(jnp.swapaxes(chunks.decays, 1, 2)), None
     is_up_to = jnp.where(order[:, None] <= order, 1.0, 0.0)
     summed = jnp.matmul(parts, is_up_to, precision="highest")
     is_record, is_folded = chunks.is_record[:, None], chunks.is_folded[:, None]
     total = jnp.sum(jnp.where(is_folded[:, :, None], parts, 0), axis=-1)
     path = jnp.where(is_record, 0, jnp.exp(jnp.sum(summed, axis=2)))
     after = jnp.where(is_folded, jnp.exp(jnp.sum(total[..., None] - summed, axis=2)), 0)
-    factors = jnp.where(is_record, 1, rates)
+    if chunks.rates is not None:
+        rates = jnp.swapaxes(chunks.rates, 1, 2)
+        rates = jnp.stack([rates, jnp.where(is_record, 1, rates)], axis=2)
     return (
         summed,
-        jnp.stack([rates, factors], axis=2),
+        rates,
         jnp.stack([path, after], axis=2),
         jnp.exp(jnp.sum(total, axis=2)),
     )

@@ -36,7 +36,8 @@ class ChunkedPieces(NamedTuple):
 class ChunkTables(NamedTuple):
     """What `advance` reads of chunks besides the rows of their tokens."""
 
-    inverse: Float[Array, "chunks heads 2 tokens tokens"]  # [read token, token], high and low
+    # [read token, token], high and low; None: values are not corrected.
+    inverse: Float[Array, "chunks heads 2 tokens tokens"] | None
     scores: Float[Array, "chunks heads 2 tokens tokens"]  # [read token, token], high and low
     # Of each token the decay from the chunk's beginning to it, 0 for one that reads no state, then the decay behind it,
     # 0 for one that does not advance the state; float32.
@@ -50,11 +51,11 @@ class _ChunkMemory(NamedTuple):
     queries: Any
     keys: Any
     values: Any
-    inverse: Any
     scores: Any
     decays: Any
     outputs: Any
     arrived: Any
+    inverse: Any = None
 
 
 @lowered_once()
@@ -83,8 +84,12 @@ def advance(
 
     (_, heads, value_dim, key_dim), dtype, chunks = state.shape, rows[0].dtype, len(rows[0])
 
+    corrects = tables.inverse is not None
+
     def run(refs, *memory):
         state, *inputs, outputs, corrected = refs
+        if not corrects:
+            inputs.insert(3, None)  # the inverse
         _ChunkCta(Warpgroup(plgpu, dtype, interpret), state, inputs, (outputs, corrected), _ChunkMemory(*memory)).run()
 
     def staged(*shape):
@@ -94,11 +99,11 @@ def advance(
         queries=staged(CHUNK, key_dim),
         keys=staged(CHUNK, key_dim),
         values=staged(CHUNK, ROWS),
-        inverse=staged(2, CHUNK, CHUNK),
         scores=staged(2, CHUNK, CHUNK),
         decays=plgpu.SMEM((STAGES, 2, CHUNK), jnp.float32),
         outputs=tiled(plgpu, (CHUNK, ROWS), jnp.float32),
-        arrived=plgpu.Barrier(num_arrivals=6, num_barriers=STAGES),
+        arrived=plgpu.Barrier(num_arrivals=5 + corrects, num_barriers=STAGES),
+        inverse=staged(2, CHUNK, CHUNK),
     )
     out = (
         jax.ShapeDtypeStruct((chunks, CHUNK, heads * value_dim), jnp.float32),
@@ -106,8 +111,9 @@ def advance(
     )
     grid = {"part": value_dim // ROWS, "head": heads, "piece": len(pieces.slots)}
     states = jax.new_ref(state)
-    inputs = states, *rows, *tables, *pieces
-    outputs, corrected = launch(plgpu, run, "advance_chunks", grid, out, memory, inputs, interpret)
+    inputs = states, *rows, *(tables if corrects else tables[1:]), *pieces
+    used = memory if corrects else memory[:-1]
+    outputs, corrected = launch(plgpu, run, "advance_chunks", grid, out, used, inputs, interpret)
     return outputs, corrected, jax.freeze(states)
 
 
@@ -142,23 +148,29 @@ class _ChunkCta:
         memory, tables, chunk, stage = self.memory, self.tables, self.first + index, jax.lax.rem(index, STAGES)
         columns = self.key_columns, self.key_columns, self.value_columns
         sources = [rows.at[chunk, :, of] for rows, of in zip(self.rows, columns, strict=True)]
-        sources += [of.at[chunk, self.head] for of in tables[:3]]
-        for source, target in zip(sources, memory[:6], strict=True):
+        targets = [memory.queries, memory.keys, memory.values]
+        for table, target in zip(tables[:3], (memory.inverse, memory.scores, memory.decays), strict=True):
+            if table is not None:
+                sources.append(table.at[chunk, self.head])
+                targets.append(target)
+        for source, target in zip(sources, targets, strict=True):
             self.plgpu.copy_gmem_to_smem(source, target.at[stage], memory.arrived.at[stage])
 
     def chunk(self, index, state):
         """Computes a chunk, and returns the state after it."""
         registers, chunk, stage = self.registers, self.first + index, jax.lax.rem(index, STAGES)
-        queries, keys, values, inverse, scores, decays = (of.at[stage] for of in self.memory[:6])
+        queries, keys, values, scores, decays = (of.at[stage] for of in self.memory[:5])
         total = self.tables.total[chunk, self.head]
         self.plgpu.barrier_wait(self.memory.arrived.at[stage])
         high, low = registers.parts(state)
-        seen, read = (registers.product((high, rows.T), (low, rows.T)) for rows in (keys, queries))
-        path = registers.per_column(decays.at[0])
-        wanted = registers.read_transposed(values).astype(jnp.float32) - seen * path
-        high, low = registers.parts(wanted)
-        corrected = registers.product((high, inverse.at[0]), (low, inverse.at[0]), (high, inverse.at[1]))
-        corrected = corrected.astype(registers.dtype)
+        rows = [queries] if self.memory.inverse is None else [keys, queries]
+        *seen, read = (registers.product((high, of.T), (low, of.T)) for of in rows)
+        path, corrected = registers.per_column(decays.at[0]), registers.read_transposed(values)
+        if self.memory.inverse is not None:
+            inverse = self.memory.inverse.at[stage]
+            high, low = registers.parts(corrected.astype(jnp.float32) - seen[0] * path)
+            corrected = registers.product((high, inverse.at[0]), (low, inverse.at[0]), (high, inverse.at[1]))
+            corrected = corrected.astype(registers.dtype)
         outputs = registers.product((corrected, scores.at[0]), (corrected, scores.at[1])) + read * path
         high, low = registers.parts(corrected.astype(jnp.float32) * registers.per_column(decays.at[1]))
         state = registers.product((high, keys), (low, keys), to=state * total)

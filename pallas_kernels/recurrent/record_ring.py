@@ -55,15 +55,30 @@ class RecordRing(NamedTuple):
         return self.at(slots, position).masked(position < lengths[:, None])
 
     def written(
-        self, slots: Int[Array, "batch tokens"], position: Int[Array, "batch tokens"], new: Records
+        self,
+        slots: Int[Array, "batch tokens"],
+        position: Int[Array, "batch tokens"],
+        new: Records,
+        *,
+        has_values: bool = False,
     ) -> RecordRing:
         """Return the rows with the records of new tokens; those of slots that do not exist are dropped.
 
         A key that is not finite becomes 0: rows that nobody reads are multiplied by 0. The token's value tells of it.
+
+        Args:
+            slots: slot of each token.
+            position: position of each token.
+            new: records of the tokens.
+            has_values: whether the values are in their rows already.
         """
-        row, rows = position % self.rows, new._replace(keys=jnp.where(jnp.isfinite(new.keys), new.keys, 0))
-        pairs = zip(self, rows, strict=True)
-        return RecordRing(*(old.at[slots, row].set(jnp.swapaxes(of, 1, 2), mode="drop") for old, of in pairs))
+        row, keys = position % self.rows, jnp.where(jnp.isfinite(new.keys), new.keys, 0)
+
+        def put(old: Array, of: Array) -> Array:
+            return old.at[slots, row].set(jnp.swapaxes(of, 1, 2), mode="drop")
+
+        values = self.values if has_values else put(self.values, new.values)
+        return RecordRing(put(self.keys, keys), values, put(self.decays, new.decays))
 
 
 def _at(rows: Array, slots: Array, row: Array) -> Array:

@@ -37,7 +37,8 @@ class DeltaTokens(NamedTuple):
     keys: Float[Array, "batch key_heads tokens key_dim"]
     values: Float[Array, "batch heads tokens value_dim"]
     decays: Float[Array, "batch heads tokens"]  # log decays g <= 0, float32
-    rates: Float[Array, "batch heads tokens"]  # beta, float32
+    # beta, float32; None: values are not corrected by what keys read of the state, as in Mamba 2
+    rates: Float[Array, "batch heads tokens"] | None
 
 
 States = Float[Array, "batch heads value_dim key_dim"]

@@ -23,12 +23,12 @@ COLUMNS = 8  # of an inverse that substitution takes as one array
 def solve(
     rows: tuple[Array, Array],
     summed: Float[Array, "chunks heads 2 tokens"],
-    rates: Float[Array, "chunks heads 2 tokens"],
+    rates: Float[Array, "chunks heads 2 tokens"] | None,
     used: Int[Array, "1"],
     key_dim: int,
     *,
     interpret: Any = False,
-) -> tuple[Float[Array, "chunks heads 2 tokens tokens"], Float[Array, "chunks heads 2 tokens tokens"]]:
+) -> tuple[Float[Array, "chunks heads 2 tokens tokens"] | None, Float[Array, "chunks heads 2 tokens tokens"]]:
     """Return the inverse and the scores of each chunk (`ChunkTables`).
 
     With between_ji, the sum of the log decays behind token j up to token i, the scores are ``e^between_ji (k_j . q_i)``
@@ -37,7 +37,7 @@ def solve(
     Args:
         rows: queries and keys of the tokens of chunks [chunks, `CHUNK`, channels of all key heads], bfloat16.
         summed: log decays up to each token of the chunk in two parts, whose differences are added; float32.
-        rates: rates of the tokens, then the factors of their values; float32.
+        rates: rates of the tokens, then the factors of their values; float32. None: the inverse is not computed.
         used: number of chunks; the results of further ones are undefined.
         key_dim: channels of a key head.
         interpret: False, or jax's parameters for interpreting the kernel and detecting races.
@@ -45,12 +45,12 @@ def solve(
     from jax.experimental.pallas import mosaic_gpu as plgpu  # needs absl: imported only where it is used
 
     (chunks, heads), dtype = summed.shape[:2], rows[1].dtype
-    registers = Warpgroup(plgpu, dtype, interpret)
+    registers, inputs = Warpgroup(plgpu, dtype, interpret), (*rows, summed, *(() if rates is None else (rates,)), used)
 
     def run(refs, *memory):
-        *inputs, used, inverse, scores = refs
+        (*read, used), outputs = refs[: len(inputs)], refs[len(inputs) :]
         is_used = jax.lax.axis_index("chunk") < used[0]
-        pl.when(is_used)(_SolvedChunk(registers, inputs, (inverse, scores), _SolveMemory(*memory)).run)
+        pl.when(is_used)(_SolvedChunk(registers, read, outputs, _SolveMemory(*memory)).run)
 
     memory = _SolveMemory(
         queries=tiled(plgpu, (CHUNK, key_dim), dtype),
@@ -60,9 +60,10 @@ def solve(
         parts=tiled(plgpu, (2, CHUNK, CHUNK), dtype),
         arrived=plgpu.Barrier(num_arrivals=3),
     )
-    out = (jax.ShapeDtypeStruct((chunks, heads, 2, CHUNK, CHUNK), dtype),) * 2
+    out = (jax.ShapeDtypeStruct((chunks, heads, 2, CHUNK, CHUNK), dtype),) * (1 if rates is None else 2)
     grid = {"head": heads, "chunk": chunks}
-    return launch(plgpu, run, "solve_chunks", grid, out, memory, (*rows, summed, rates, used), interpret)
+    *inverse, scores = launch(plgpu, run, "solve_chunks", grid, out, memory, inputs, interpret)
+    return inverse[0] if inverse else None, scores
 
 
 class _SolveMemory(NamedTuple):
@@ -81,15 +82,16 @@ class _SolvedChunk:
 
     def __init__(self, registers, inputs, outputs, memory):
         self.registers, self.plgpu, self.memory, self.outputs = registers, registers.plgpu, memory, outputs
-        self.rows, (summed, rates) = inputs[:2], inputs[2:]
+        self.rows, (summed, *rates) = inputs[:2], inputs[2:]
         place = jax.lax.axis_index("chunk"), jax.lax.axis_index("head")
-        self.place, self.summed, self.rates = place, summed.at[place], rates.at[place]
+        self.place, self.summed, self.heads = place, summed.at[place], summed.shape[1]
+        self.rates = rates[0].at[place] if rates else None
 
     def run(self):
         registers, memory, plgpu = self.registers, self.memory, self.plgpu
         chunk, head = self.place
         key_dim = memory.keys.shape[1]
-        key_head = jax.lax.div(head, self.outputs[0].shape[1] // (self.rows[1].shape[2] // key_dim))
+        key_head = jax.lax.div(head, self.heads // (self.rows[1].shape[2] // key_dim))
         for rows, target in zip(self.rows, memory[:2], strict=True):
             source = rows.at[chunk, :, pl.ds(key_head * key_dim, key_dim)]
             plgpu.copy_gmem_to_smem(source, target, memory.arrived)
@@ -103,6 +105,10 @@ class _SolvedChunk:
         between = jnp.exp(jnp.minimum(exact + rest, 0.0))
         read, reader = registers.index(0, CHUNK), registers.index(1, CHUNK)
         scores = jnp.where(read <= reader, between * self.products(memory.queries), 0.0)
+        if self.rates is None:
+            self.store(scores, self.outputs[0])
+            plgpu.wait_smem_to_gmem(0)
+            return
         weights = between * self.products(memory.keys) * registers.per_column(self.rates.at[0])
         weights = jnp.where(read < reader, weights, 0.0)
         for index, first in enumerate(range(0, CHUNK, COLUMNS)):

@@ -193,7 +193,9 @@ def test_least_bytes_of_a_short_convolution_are_its_inputs() -> None:
     assert (cost.name, cost.bytes, cost.flops) == ("short convolution", 8 * 6 * 64 * 2, 0)
 
 
-@pytest.mark.parametrize("shape", ["qwen3.8-27b", "qwen3.5-35b-a3b", "deepseek-v2-lite", "gpt-oss-20b"])
+@pytest.mark.parametrize(
+    "shape", ["qwen3.8-27b", "qwen3.5-35b-a3b", "nemotron3-nano", "deepseek-v2-lite", "gpt-oss-20b"]
+)
 def test_floor_of_many_rows_reads_every_matrix_of_a_shape(shape: str) -> None:
     """So many rows choose every expert; the embedding alone is not read."""
     target = random_models.TARGETS[shape]

@@ -23,6 +23,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": dict(
         layer_types=["linear_attention", "full_attention"], linear_num_key_heads=2, linear_num_value_heads=4
     ),
+    "nemotron_h": dict(
+        layers_block_type=["linear_attention", "full_attention"], mamba_num_heads=8, mamba_head_dim=64, n_groups=2
+    ),
     "lfm2": dict(layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False),
 }
 LENGTHS = (1, 5, 16, 33, 64, 100, 130, 250)
@@ -92,18 +95,26 @@ def shapes_of(c: ModelConfig, dtype: str = "bfloat16") -> Model:
     return jax.eval_shape(lambda: Model.from_weights(c, random_weights(model_params(c), dtype, 0)))
 
 
-def test_gated_delta_nets_without_a_kernel_on_a_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = shapes_of(config("qwen3_5_text"))
-    wide = shapes_of(config("qwen3_5_text", linear_key_head_dim=256))
+@pytest.mark.parametrize(
+    ("family", "wider", "name"),
+    [
+        ("qwen3_5_text", {"linear_key_head_dim": 256}, "gated delta nets"),
+        ("nemotron_h", {"ssm_state_size": 256}, "Mamba 2 mixers"),
+    ],
+)
+def test_recurrent_states_without_a_kernel_on_a_gpu_are_refused(
+    family: str, wider: dict[str, int], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, wide = shapes_of(config(family)), shapes_of(config(family, **wider))
     check_deterministic(wide, "auto")
     monkeypatch.setattr("jax.default_backend", lambda: "gpu")
     check_deterministic(wide, "reference")
-    with pytest.raises(ValueError, match=r"on a GPU gated delta nets need compute capability 9\.0 and"):
+    with pytest.raises(ValueError, match=rf"on a GPU {name} need compute capability 9\.0 and"):
         check_deterministic(target, "auto")
     if jax.__version_info__ >= (0, 11):
         with jax.sharding.use_abstract_mesh(h200_mesh().abstract_mesh):
             check_deterministic(target, "auto")
-            with pytest.raises(ValueError, match=r"gated delta nets: heads must have at most 128 .* got 256 and 128"):
+            with pytest.raises(ValueError, match=rf"{name}: heads must have at most 128 .* got 256 and"):
                 check_deterministic(wide, "auto")
 
 

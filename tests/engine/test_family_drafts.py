@@ -30,7 +30,8 @@ from tests.support.recordings import recording
 pytestmark = pytest.mark.once
 
 FOLDERS = Path(__file__).parents[1] / "data" / "golden" / "families"
-HYBRID = ("lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")  # draft models are refused for these
+# Draft models are refused for these.
+HYBRID = ("lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "nemotron_h")
 FAMILIES = sorted({path.parent.name for path in FOLDERS.glob("*/config.json")} - set(HYBRID))
 CHAIN, DYNAMIC = Tree.chain(4), Tree.topk(12, 3, 4)
 STATIC = Tree.static([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0)])
@@ -89,6 +90,7 @@ HYBRIDS = [
     ("qwen3_5_text", dflash, DYNAMIC),
     ("qwen3_5_moe_text", ngram, DYNAMIC),
     ("qwen3_next", dspark, CHAIN),
+    ("nemotron_h", dflash, DYNAMIC),
     *(
         pytest.param(case, marks=pytest.mark.long)
         for case in [
@@ -96,6 +98,10 @@ HYBRIDS = [
             ("lfm2_moe", suffix, CHAIN),
             ("qwen3_5_text", eagle1, DYNAMIC),
             ("qwen3_next", peagle, CHAIN),
+            ("nemotron_h", eagle, CHAIN),
+            ("nemotron_h", ngram, DYNAMIC),
+            ("nemotron_h", dspark, CHAIN),
+            ("nemotron_h", medusa, STATIC),
         ]
     ),
 ]
@@ -148,7 +154,10 @@ def test_engine_of_a_hybrid_family_with_each_kind_of_drafter_emits_the_greedy_to
     check(golden, *case)
 
 
-@pytest.mark.parametrize(("family", "mixer"), [("lfm2", "short convolution"), ("qwen3_next", "gated delta net")])
+@pytest.mark.parametrize(
+    ("family", "mixer"),
+    [("lfm2", "short convolution"), ("qwen3_next", "gated delta net"), ("nemotron_h", "Mamba 2 mixer")],
+)
 def test_draft_model_with_layers_without_attention_is_refused_with_the_way_out(
     family: str, mixer: str, golden: Path
 ) -> None:

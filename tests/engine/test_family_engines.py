@@ -26,16 +26,25 @@ DENSE = (
 EXPERTS = ("qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "llama4_text", "minimax_m2", "laguna")
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4")
 GEMMA4 = ("gemma4_e2b", "gemma4_26b_a4b")
-HYBRID = ("lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+HYBRID = ("lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "nemotron_h")
 FAMILIES = (*DENSE, *EXPERTS, *LATENT, *GEMMA4, *HYBRID)
 # Families whose norms have weights in float32.
-IN_FLOAT32 = ("gemma3_text", "gemma4_text", *GEMMA4, "muse_glimmer", "gpt_oss", "qwen3_5_text", "qwen3_next")
+IN_FLOAT32 = (
+    "gemma3_text",
+    "gemma4_text",
+    *GEMMA4,
+    "muse_glimmer",
+    "gpt_oss",
+    "qwen3_5_text",
+    "qwen3_next",
+    "nemotron_h",
+)
 OPTIONS: dict[str, dict[str, Any]] = {
     "pages of 16": dict(page_size=16),
     "pages of 1": dict(page_size=1),
     "deterministic": dict(page_size=16, deterministic=True),
 }
-ALWAYS = (("deepseek_v3", "deterministic"), ("laguna", "pages of 16"))
+ALWAYS = (("deepseek_v3", "deterministic"), ("laguna", "pages of 16"), ("nemotron_h", "pages of 16"))
 LONG = (
     ("llama4_text", "pages of 1"),  # two tests below decode with it by default
     ("gemma2", "pages of 1"),  # decodes with a drafter by default
@@ -54,6 +63,8 @@ LONG = (
     ("deepseek_v2", "pages of 1"),  # decodes with a drafter by default
     ("gemma4_e2b", "deterministic"),  # these two decode with drafters by default
     ("gemma4_26b_a4b", "deterministic"),
+    ("nemotron_h", "pages of 1"),
+    ("nemotron_h", "deterministic"),
     *itertools.product(("lfm2_moe", "qwen3_next"), OPTIONS),  # what they compute, lfm2 and qwen3_5_moe_text do too
 )
 
@@ -96,6 +107,7 @@ def test_latent_cache_has_one_vector_and_one_key_a_token_and_may_be_float8(golde
     "family",
     [
         *("gemma4_text", *GEMMA4, "phi3", "gpt_oss", "deepseek_v2", "mistral4", "laguna", "lfm2", "qwen3_next"),
+        "nemotron_h",
         *(
             pytest.param(family, marks=pytest.mark.long)
             for family in ("gemma3_text", "llama4_text", "qwen3_5_text", "muse_glimmer")

@@ -23,6 +23,7 @@ OPTIONS: dict[str, Any] = dict(slots=3, max_len=240, buckets=(3,), prefill_bucke
 GREEDY = SamplingParams(max_tokens=64, temperature=0)
 CASES = [
     ("mistral4", TREE, {}),
+    ("nemotron_h", TREE, dict(tensor_parallel=2)),
     *(
         pytest.param(family, drafter, options, marks=pytest.mark.long)
         for family, drafter, options in [
@@ -35,6 +36,10 @@ CASES = [
             ("muse_glimmer", TREE, {}),
             ("muse_glimmer", CHAIN, dict(tensor_parallel=2, deterministic=True)),
             ("laguna", TREE, dict(deterministic=True)),
+            ("nemotron_h", CHAIN, {}),
+            ("nemotron_h", CHAIN, dict(rounds_per_dispatch=3, overlap=False)),
+            ("nemotron_h", TREE, dict(deterministic=True)),
+            ("nemotron_h", CHAIN, dict(tensor_parallel=2, deterministic=True)),
         ]
     ),
 ]
@@ -64,7 +69,11 @@ def test_engine_that_preempts_and_accepts_deep_paths_emits_the_recorded_tokens(
 
 @pytest.mark.parametrize(
     "family",
-    ["mistral4", *(pytest.param(name, marks=pytest.mark.long) for name in ("laguna", "muse_glimmer", "minimax_m2"))],
+    [
+        "mistral4",
+        "nemotron_h",
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("laguna", "muse_glimmer", "minimax_m2")),
+    ],
 )
 def test_engine_with_a_head_emits_the_recorded_tokens_after_new_weights_by_name(family: str, golden: Path) -> None:
     """The old weights are other ones, and the head shares the embedding and the output head of the new."""

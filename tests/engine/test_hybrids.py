@@ -17,6 +17,8 @@ from jspec.engine.schedule.scheduler import Piece, Scheduler
 from jspec.engine.schedule.sizes import RoundSize
 from jspec.models.decoder import Model
 from jspec.models.mixers.gated_delta import GatedDelta
+from jspec.models.mixers.mamba2 import Mamba2
+from jspec.models.mixers.mixer import Mixer
 from jspec.models.parts.delta_state import DeltaState
 from jspec.models.parts.kv_pool import KVPool, PoolShape
 from jspec.models.weights.params import model_params, random_weights
@@ -38,9 +40,9 @@ Recorded = tuple[Model, list[list[int]], list[list[int]]]
 
 
 @pytest.fixture(scope="module")
-def hybrid(golden: Path) -> Recorded:
-    """Return the recorded Qwen 3.5, three prompts, and the greedy tokens after each that transformers computes."""
-    folder = golden / "families" / "qwen3_5_text"
+def hybrid(golden: Path, request: pytest.FixtureRequest) -> Recorded:
+    """Return a recorded model, three prompts, and the greedy tokens after each that transformers computes."""
+    folder = golden / "families" / getattr(request, "param", "qwen3_5_text")
     data = recording(folder / "expect.npz")
     prompts, tokens = ([data[f"{name}{i}"].tolist() for i in range(3)] for name in ("prompt", "greedy"))
     return tiny.load_target(folder), prompts, tokens
@@ -48,6 +50,11 @@ def hybrid(golden: Path) -> Recorded:
 
 def tokens_of(engine: Engine, prompts: list[list[int]], params: SamplingParams = GREEDY) -> list[list[int]]:
     return [one.raise_for_error().token_ids for one in engine.generate(prompts, params)]
+
+
+BOTH = pytest.mark.parametrize(
+    "hybrid", ["qwen3_5_text", pytest.param("nemotron_h", marks=pytest.mark.long)], indirect=True
+)
 
 
 @pytest.mark.parametrize(
@@ -106,6 +113,7 @@ def test_requests_begin_at_the_longest_kept_state_of_their_text(hybrid: Recorded
         assert (metrics.num_state_hits, metrics.num_states_evicted, metrics.states_kept) == (3, 0, 6)
 
 
+@BOTH
 def test_a_preempted_request_goes_on_at_its_newest_state(hybrid: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three answers of 64 tokens need more pages than there are; the tokens that a prefill computes are counted."""
     target, prompts, expected = hybrid
@@ -159,7 +167,7 @@ def test_a_warning_says_that_layers_are_slow_on_a_device_without_their_kernel(
         for platform in ("cpu", "gpu"):
             warn_of_slow_layers(states, platform)
     assert [record.message for record in caplog.records] == [
-        "the target's layers with gated delta nets have no kernel for this gpu (it needs a Hopper GPU, jax 0.11, "
+        "the target's layers with recurrent states have no kernel for this gpu (it needs a Hopper GPU, jax 0.11, "
         "bfloat16, key heads of 128 channels and value heads of a multiple of 64): they are slow"
     ]
 
@@ -186,6 +194,7 @@ def test_slots_that_a_thousand_requests_used_give_the_tokens_of_fresh_ones(draft
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("hybrid", ["qwen3_5_text", "nemotron_h"], indirect=True)
 def test_sampled_tokens_are_the_same_with_and_without_drafts(hybrid: Recorded) -> None:
     target, prompts, _ = hybrid
     params = SamplingParams(max_tokens=48, temperature=1.0, top_p=0.9, seed=5)
@@ -197,6 +206,7 @@ def test_sampled_tokens_are_the_same_with_and_without_drafts(hybrid: Recorded) -
     assert found[0] == found[1] == found[2] == found[3]
 
 
+@BOTH
 def test_deterministic_log_probabilities_have_the_same_bits_with_any_draft_and_prompt(hybrid: Recorded) -> None:
     """A text is decoded with rejected and with accepted drafts, and scored as a prompt."""
     target, prompts, expected = hybrid
@@ -237,18 +247,26 @@ def test_a_request_that_was_stopped_early_or_failed_leaves_no_wrong_state(hybrid
         assert engine.metrics.states_kept > 0
 
 
+DELTA = GatedDelta(key_heads=2, value_heads=4, key_dim=16, value_dim=8, taps=4)
+MAMBA = Mamba2(key_heads=4, value_heads=8, key_dim=16, value_dim=8, taps=4, conv_bias=True)
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("devices", [2, 4])
-def test_devices_that_share_key_heads_emit_the_tokens_of_one(devices: int) -> None:
-    """Two key heads and four value heads, on as many devices as key heads and on twice as many."""
+@pytest.mark.parametrize(("mixer", "devices"), [(DELTA, 2), (DELTA, 4), (MAMBA, 4)])
+def test_devices_with_some_heads_each_emit_the_tokens_of_one(mixer: Mixer, devices: int) -> None:
+    """Two key heads and four value heads, on as many devices as key heads and on twice as many; or four groups."""
     layers = tiny.config(64, hidden=64).layers
-    delta = GatedDelta(key_heads=2, value_heads=4, key_dim=16, value_dim=8, taps=4)
-    mixed = replace(tiny.config(64, hidden=64), layers=(replace(layers[0], mixer=delta), layers[1]))
+    mixed = replace(tiny.config(64, hidden=64), layers=(replace(layers[0], mixer=mixer), layers[1]))
     target, found = Model.from_weights(mixed, random_weights(model_params(mixed), "float32", 0)), []
     for count in (1, devices):
         with engines.make(target, drafter=TREE, **OPTIONS, tensor_parallel=count) as engine:
             found.append(tokens_of(engine, [list(range(20)), list(range(40, 0, -1))] * 2))
     assert found[0] == found[1]
+
+
+def test_more_devices_than_groups_of_mamba_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="tensor_parallel: expected a divisor of 4, the model's n_groups, got 8"):
+        MAMBA.divided(8)
 
 
 @pytest.mark.long

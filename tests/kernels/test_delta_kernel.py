@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from jspec.core.ancestors import ancestors
-from pallas_kernels.recurrent import delta_kernel, delta_rounds, gated_delta
-from pallas_kernels.recurrent.delta_kernel import UNIT, Nodes
+from pallas_kernels.recurrent import delta_kernel, delta_rounds
 from pallas_kernels.recurrent.record_ring import RecordRing
 from pallas_kernels.recurrent.records import EVERY, DeltaTokens
 from tests.support.mosaic import interpreted
@@ -81,20 +80,6 @@ def expect_only_written(before: RecordRing, after: RecordRing, rows: np.ndarray)
     np.testing.assert_array_equal(changed, rows)
 
 
-def nodes_of(new: DeltaTokens, seen: jax.Array) -> Nodes:
-    """Return what the kernel reads of new tokens, computed by the reference."""
-    more = -new.decays.shape[2] % UNIT
-    weights, scores = (jnp.swapaxes(of, 2, 3) for of in gated_delta.pairs_of(new, seen))
-    scales = jnp.exp(gated_delta.path_decays(new.decays, seen))
-    pairs = [jnp.pad(of, [(0, 0), (0, 0), (0, more), (0, more)]) for of in (weights, scores)]
-    rows = jnp.stack([new.rates, new.rates * scales, scales], axis=2)
-    tables = jnp.concatenate([*pairs, jnp.pad(rows, [(0, 0), (0, 0), (0, 0), (0, more)])], axis=2)
-    padding = more if new.decays.shape[2] > UNIT else 0  # fewer are padded when they are loaded
-    arrays = (jnp.swapaxes(of, 1, 2) for of in (new.keys, new.queries, new.values))
-    keys, queries, values = (jnp.pad(of, [(0, 0), (0, padding), (0, 0), (0, 0)]) for of in arrays)
-    return Nodes(keys, queries, values, tables)
-
-
 def run_kernel(
     state: jax.Array,
     ring: RecordRing,
@@ -108,7 +93,7 @@ def run_kernel(
     """Compute what `verify_and_write` does by the kernel, which writes values alone into the ring."""
     behind = delta_rounds.committed_factors(ring, slots, lengths)
     counts = delta_rounds.counts_of(written, slots, len(state))
-    inputs = state, ring, slots, lengths, behind, counts, nodes_of(new, seen)
+    inputs = state, ring, slots, lengths, behind, counts, delta_rounds.nodes_of(new, seen)
     outputs, values = delta_kernel.verify(*inputs, interpret=interpret)
     return jnp.swapaxes(outputs[:, : written.shape[1]], 1, 2), ring._replace(values=values)
 
@@ -146,6 +131,21 @@ def test_outputs_and_records_of_nodes(parents: list[int], lengths: list[int], di
         if len(parents) > 1 or name != "no ancestors":
             other = REFERENCE(*changed)
             assert differences(got, other)[0] > 1e-3, name
+
+
+@mosaic
+@pytest.mark.parametrize(("parents", "lengths"), [([-1], [40, 71]), (TREE, [5, 60])], ids=["plain", "tree"])
+def test_outputs_and_records_of_nodes_without_rates(parents: list[int], lengths: list[int]) -> None:
+    """The sizes are those of Nemotron 3 Nano; values are not corrected, so that the records are exact."""
+    state, ring, slots, lengths_, new, seen, written = problem(parents, lengths, [2, 0], (128, 64))
+    arguments = state, ring, slots, lengths_, new._replace(rates=None), seen, written
+    wanted, got = REFERENCE(*arguments), interpreted(delta_rounds._verify_nodes, *arguments)
+    outputs, values = differences(got, wanted)
+    assert outputs < 2e-5 and values == 0 and np.abs(wanted[0]).max() > 0.03
+    jax.tree.map(np.testing.assert_array_equal, got[1], wanted[1])
+    expect_only_written(ring, got[1], is_written(ring, [2, 0], lengths, [len(parents)] * 2))
+    other = REFERENCE(state, ring, slots, lengths_, new, seen, written)
+    assert differences(got, other)[0] > 1e-3, "control: with rates"
 
 
 @mosaic

@@ -55,6 +55,18 @@ def test_outputs_and_values_of_nodes(parents: list[int], lengths: list[int], dim
 
 
 @mosaic
+@pytest.mark.parametrize(("parents", "lengths"), [(CHAIN, [32, 63]), (TREE, [5, 66])], ids=["chain", "tree"])
+def test_outputs_and_values_of_nodes_without_rates(parents: list[int], lengths: list[int]) -> None:
+    *arguments, new, seen, _ = problem(parents, lengths, [2, 0], (128, 64))
+    wanted = delta_rounds.verify_round(*arguments, new._replace(rates=None), seen, deterministic=True)
+    got = interpreted(in_order_tokens.verify, *arguments, new._replace(rates=None), seen)
+    outputs, values = differences(got, wanted)
+    assert outputs < TOLERANCE and values == 0
+    other = interpreted(in_order_tokens.verify, *arguments, new, seen)
+    assert differences(other, wanted)[0] > 1e-3, "control: with rates"
+
+
+@mosaic
 def test_a_row_without_a_slot_changes_no_other_row() -> None:
     *arguments, _ = problem([-1, 0], [40, 71], [1, SLOTS])
     wanted = delta_rounds.verify_round(*arguments, deterministic=True)

@@ -36,6 +36,7 @@ TEXTS: dict[str, Callable[[np.random.Generator], dict[str, Any]]] = {
     "decays near 0": lambda rng: {"decay": -rng.uniform(0, 320) if rng.random() < 0.1 else -rng.uniform(0, 50)},
     "equal keys": lambda rng: {"decay": 0.0, "rate": 1.0, "key": np.eye(KEY_DIM)[0]},
     "rates 0 or 1": lambda rng: {"rate": float(rng.integers(2))},
+    "no rates": lambda rng: {"rate": None},  # the rule of Mamba 2
 }
 
 
@@ -54,7 +55,7 @@ def token(rng: np.random.Generator, text: str, dims: tuple[int, int] = (KEY_DIM,
         "keys": keys.astype(np.float32),
         "values": rng.standard_normal((HEADS, dim)).astype(np.float32),
         "decays": np.full(HEADS, made.get("decay", -rng.exponential(0.1)), np.float32),
-        "rates": np.full(HEADS, made.get("rate", rng.random()), np.float32),
+        "rates": None if made.get("rate", 0) is None else np.full(HEADS, made.get("rate", rng.random()), np.float32),
     }
 
 
@@ -62,15 +63,18 @@ def advanced(state: np.ndarray, of: dict[str, np.ndarray]) -> tuple[np.ndarray, 
     """Return state and output of the heads after a token, by the recurrence."""
     keys, queries = (np.repeat(of[name].astype(float), HEADS // KEY_HEADS, axis=0) for name in ("keys", "queries"))
     state = state * np.exp(of["decays"].astype(float))[:, None, None]
-    values = of["rates"].astype(float)[:, None] * (of["values"] - np.einsum("hkv,hk->hv", state, keys))
+    values = of["values"].astype(float)
+    if of["rates"] is not None:
+        values = of["rates"].astype(float)[:, None] * (values - np.einsum("hkv,hk->hv", state, keys))
     state = state + keys[:, :, None] * values[:, None]
     return state, np.einsum("hkv,hk->hv", state, queries)
 
 
 def stacked(tokens: list[list[dict[str, np.ndarray]]]) -> DeltaTokens:
     """Return the inputs of several rows of tokens, [batch, heads, tokens, ...]."""
-    fields = [np.stack([[of[name] for of in row] for row in tokens]) for name in DeltaTokens._fields]
-    return DeltaTokens(*(on_device(np.swapaxes(field, 1, 2)) for field in fields))
+    names = [name for name in DeltaTokens._fields if tokens[0][0][name] is not None]
+    fields = {name: np.stack([[of[name] for of in row] for row in tokens]) for name in names}
+    return DeltaTokens(**{"rates": None} | {name: on_device(np.swapaxes(of, 1, 2)) for name, of in fields.items()})
 
 
 @cache
@@ -250,9 +254,10 @@ def test_2000_tokens_of_random_rounds_stay_at_the_recurrence(name: str, text: st
     assert rounds.error < TOLERANCE
 
 
-def test_outputs_differ_if_state_records_or_ancestors_are_wrong() -> None:
+@pytest.mark.parametrize("text", ["usual", "no rates"])
+def test_outputs_differ_if_state_records_or_ancestors_are_wrong(text: str) -> None:
     def broken(change: Callable[[TokenBatch], TokenBatch], undo: bool = False) -> float:
-        rounds = DeltaRounds("tree", "usual")
+        rounds = DeltaRounds("tree", text)
         rounds.prompt(1, [40])
         rounds.prompt(0, [EVERY - 2])
         before = rounds.state
@@ -301,7 +306,7 @@ def check_bits(text: str, numerics: Numerics, dims: tuple[int, int]) -> None:
         np.testing.assert_array_equal(other[:common], runs[0][:common])
 
 
-@pytest.mark.parametrize("text", ["usual", "decays near 0"])
+@pytest.mark.parametrize("text", ["usual", "decays near 0", "no rates"])
 def test_deterministic_outputs_have_the_same_bits_in_prompts_chains_and_trees(text: str) -> None:
     check_bits(text, Numerics("reference", deterministic=True), (KEY_DIM, DIM))
 

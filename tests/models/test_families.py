@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from jspec.models.decoder import TargetOut
 from jspec.models.mixers.attention import Attention
 from jspec.models.mixers.gated_delta import GatedDelta
 from jspec.models.mixers.gqa import GQA
+from jspec.models.mixers.mamba2 import Mamba2
 from jspec.models.mixers.mixer import Mixer
 from jspec.models.mixers.mla import MLA
 from jspec.models.mixers.shared_kv import SharedKV
@@ -42,7 +44,7 @@ DENSE = (
 EXPERTS = ("qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "llama4_text", "minimax_m2", "laguna")
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4")
 GEMMA4 = ("gemma4_e2b", "gemma4_26b_a4b")
-HYBRID = ("lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+HYBRID = ("lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "nemotron_h")
 RECORDED = (*DENSE, *EXPERTS, *LATENT, *GEMMA4, *HYBRID)
 LONGEST = 100  # tokens of the longest recorded prompt
 TOLERANCE = 2e-4  # both sides use float32 but add up in different orders; 1.1e-4 with SSE4.2, at logits up to 19
@@ -279,6 +281,51 @@ def growing(layer: LayerConfig) -> LayerConfig:
     return replace(layer, mixer=Growing(**vars(delta))) if isinstance(delta, GatedDelta) else layer
 
 
+class GatedAfter(Mamba2):
+    """A Mamba 2 mixer that norms its outputs before it gates them."""
+
+    def _gated(self, layer: LayerWeights, eps: float, dtype: Any, batch: Any, gate: Any, *rows: Any) -> Any:
+        ones = jnp.full_like(gate, 1.2784645)  # silu of it is 1
+        return super()._gated(layer, eps, dtype, batch, ones, *rows) * jax.nn.silu(gate)
+
+
+class OneGroup(Mamba2):
+    """A Mamba 2 mixer that norms the outputs of all groups together."""
+
+    def _gated(self, *inputs: Any) -> Any:
+        return Mamba2._gated(replace(Mamba2(**vars(self)), key_heads=1), *inputs)
+
+
+class ExponentialSteps(Mamba2):
+    """A Mamba 2 mixer whose steps are exponentials, without the 1 of the softplus."""
+
+    def _tokens(self, layer: LayerWeights, dtype: Any, apart: bool, taps: Any, steps: Any) -> Any:
+        wide = jnp.log(jnp.expm1(jnp.exp(steps + layer.dt_bias))) - layer.dt_bias  # whose softplus is exp(steps + bias)
+        return super()._tokens(layer, dtype, apart, taps, wide)
+
+
+class ConstantValues(Mamba2):
+    """A Mamba 2 mixer whose steps change the decays alone."""
+
+    def _tokens(self, *inputs: Any) -> Any:
+        tokens, x = super()._tokens(*inputs)
+        return tokens._replace(values=x), x
+
+
+def mamba_as(kind: type[Mamba2]) -> Callable[[Model], Model]:
+    """Return a function that computes Mamba 2 mixers in another way."""
+    return each_layer(
+        lambda layer: replace(layer, mixer=kind(**vars(layer.mixer))) if isinstance(layer.mixer, Mamba2) else layer
+    )
+
+
+def ungated_as(activation: str) -> Callable[[Model], Model]:
+    """Return a function that gives feed-forwards without gates another activation."""
+    return each_layer(
+        lambda layer: layer if not layer.has_mlp else replace(layer, mlp=replace(layer.mlp, activation=activation))
+    )
+
+
 class RotatedAlone(MLA):
     """Latent attention with a temperature of the rotated channels of queries, whose factors their tables have."""
 
@@ -361,6 +408,30 @@ WRONG: dict[str, dict[str, Callable[[Model], Model]]] = {
         "choice not corrected": weights(jnp.zeros_like, "router_correction"),
         "scores not normalised": router(is_normalised=False),
         "gate and up swapped": weights(halves_swapped, "experts_gate_up"),
+    },
+    "nemotron_h": {
+        "norm before the gate": mamba_as(GatedAfter),
+        "one group of the norm": mamba_as(OneGroup),
+        "steps without a softplus": mamba_as(ExponentialSteps),
+        "values not multiplied by steps": mamba_as(ConstantValues),
+        "no bias of steps": weights(jnp.zeros_like, "dt_bias"),
+        "decays of A instead of exp(A_log)": weights(lambda log: jnp.log(jnp.abs(log) + 1e-3), "a_log"),
+        "no skip": weights(jnp.zeros_like, "skip"),
+        "B and C swapped": parts_of(Mamba2, (1, 0, 2, 3)),
+        "x and z swapped": parts_of(Mamba2, (0, 1, 3, 2)),
+        "first tap newest": weights(lambda taps: taps[:, ::-1], "conv"),
+        "no bias of the convolution": weights(jnp.zeros_like, "conv_bias"),
+        "heads of other groups": weights(lambda gates: jnp.roll(gates, 1, axis=0), "gates"),
+        "no weight of the outputs' norm": weights(jnp.ones_like, "delta_norm"),
+        "silu in feed-forwards": ungated_as("silu"),
+        "choice not corrected": weights(jnp.zeros_like, "router_correction"),
+        "softmax": router(scores="softmax"),
+        "scores not normalised": router(is_normalised=False),
+        "no factor": router(factor=1.0),
+        "one expert fewer": router(chosen=1),
+        "no shared expert": experts(shared=0),
+        "experts in another order": weights(lambda weight: jnp.roll(weight, 1, axis=0), "experts_down"),
+        "rotated": attention(rope=Rope()),
     },
     "qwen2": {
         "no bias": weights(jnp.zeros_like, "qkv_bias"),
@@ -662,6 +733,8 @@ SCOUT = {"rope_type": "llama3", "factor": 16.0, "low_freq_factor": 1.0, "high_fr
 SCOUT |= {"original_max_position_embeddings": 32}
 TWO_KEY_HEADS = {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_conv_kernel_dim": 3}
 TWO_KEY_HEADS |= {"linear_key_head_dim": 16, "linear_value_head_dim": 8}
+MAMBA: dict[str, Any] = {"mamba_num_heads": 6, "mamba_head_dim": 8, "ssm_state_size": 16, "n_groups": 3}
+MAMBA |= {"conv_kernel": 3, "chunk_size": 16, "time_step_min": 1e-9}  # transformers limits steps of prompts from below
 ALTERNATING = ["sliding_attention", "full_attention"] * 2
 UNCAPPED = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
 # Configs that the recordings lack: the class in transformers, and its arguments beside the sizes.
@@ -802,6 +875,20 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "laguna without lists of layers": ("Laguna", {
         "head_dim": 16, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
         "shared_expert_intermediate_size": 24,
+    }),
+    "nemotron_h of dense layers, without a bias of the convolution": ("NemotronH", {
+        **MAMBA, "head_dim": 16, "use_conv_bias": False,
+        "layers_block_type": ["mlp", "linear_attention", "mlp", "mlp", "full_attention", "linear_attention"],
+    }),
+    "nemotron_h with groups of experts": ("NemotronH", {
+        **MAMBA, "head_dim": 32, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2,
+        "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 48, "routed_scaling_factor": 1.5,
+        "norm_topk_prob": False, "layers_block_type": ["full_attention", "moe", "linear_attention", "moe"],
+    }),
+    "nemotron_h with experts of a latent input": ("NemotronH", {
+        **MAMBA, "head_dim": 16, "n_routed_experts": 5, "num_experts_per_tok": 2, "moe_latent_size": 20,
+        "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 40, "routed_scaling_factor": 2.5,
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "linear_attention", "moe"],
     }),
     "granite untied with biases": ("Granite", {"attention_bias": True, "logits_scaling": 4.0}),
 }  # fmt: skip

@@ -30,10 +30,10 @@ HYBRID = ("lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 GEMMA4 = ("gemma4_e2b", "gemma4_26b_a4b")
 EXPERTS = ("qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "llama4_text", "minimax_m2", "laguna")
 LATENT = ("glm4_moe_lite", "mistral4")
-FAMILIES = (*DENSE, *GEMMA4, *EXPERTS, *LATENT, *HYBRID)
+FAMILIES = (*DENSE, *GEMMA4, *EXPERTS, *LATENT, *HYBRID, "nemotron_h")
 STORED = (
     *("gemma3_text", "gemma4_text", *GEMMA4, "phi3", "olmo3", "gpt_oss", "glm4_moe", "llama4_text", "mistral4"),
-    *HYBRID,
+    *(*HYBRID, "nemotron_h"),
 )
 FACTORS = {"short_factor": [1.0 + 0.1 * i for i in range(6)], "long_factor": [1.0 + i for i in range(6)]}
 YARN = {"rope_type": "yarn", "factor": 4.0}
@@ -348,6 +348,21 @@ BAD: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"shared_expert_intermediate_size": -1}, "shared_expert_intermediate_size: expected an integer from 1 .*-1"),
     ],
     "qwen3_next": [({"linear_value_head_dim": "16"}, "linear_value_head_dim: expected an integer, got '16'")],
+    "nemotron_h": [
+        ({"layers_block_type": None}, "layers_block_type: expected a list with the type of each layer, got None"),
+        ({"layers_block_type": ["conv", "moe"]}, r"layers_block_type: expected 'linear_attention' .*, got \['conv'\]"),
+        ({"layers_block_type": None, "hybrid_override_pattern": "MX"}, r"hybrid_override_pattern: .* or '-', got \['X"),
+        ({"num_hidden_layers": 4}, "num_hidden_layers: expected 5, the number of layer types, got 4"),
+        ({"layers_block_type": ["linear_attention", "mlp"]}, "layer_types: expected at least one layer with attention"),
+        ({"time_step_limit": [0.001, 0.1]}, r"time_step_limit: expected \[0, infinity\], got \[0.001, 0.1\]"),
+        ({"n_groups": 3}, "n_groups: expected a divisor of mamba_num_heads 4, got 3"),
+        ({"conv_kernel": 0}, "conv_kernel: expected an integer from 1 .*, got 0"),
+        ({"mlp_hidden_act": "silu"}, "mlp_hidden_act: expected relu2, got 'silu'"),
+        ({"n_shared_experts": 2}, "n_shared_experts: expected 1, got 2"),
+        ({"use_bias": True}, "use_bias: expected False, got True"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings: expected False, got True"),
+        ({"moe_latent_size": 0}, "moe_latent_size: expected an integer from 1 .*, got 0"),
+    ],
     "granite": [
         ({"residual_multiplier": "big"}, "residual_multiplier: expected a number, got 'big'"),
         ({"logits_scaling": 0}, "logits_scaling: expected a finite number above 0, got 0"),
@@ -439,6 +454,18 @@ def test_rotary_base_of_a_hybrid_model_is_that_of_its_layers_with_attention(name
     fields = json.loads((golden / "families" / name / "config.json").read_text())
     other = families.read_config(fields).with_theta(7e3)
     assert other == families.read_config(fields, rope_theta=7e3) and other.rope.theta == 7e3
+
+
+def test_config_of_nemotron_h_in_its_older_spellings_equals_the_new_one_and_rotates_nothing(golden: Path) -> None:
+    fields = json.loads((golden / "families" / "nemotron_h" / "config.json").read_text())
+    other = {name: value for name, value in fields.items() if name != "layers_block_type"}
+    old = {"num_hidden_layers": 5, "time_step_limit": [0.0, float("inf")], "rope_theta": 10000}
+    wanted = families.read_config(fields)
+    assert families.read_config({**other, **old, "hybrid_override_pattern": "MEM*E"}) == wanted
+    assert families.read_config({**other, "layers_block_type": ["mamba", "moe", "mamba", "attention", "moe"]}) == wanted
+    assert families.read_config({**other, "hybrid_override_pattern": "MEM*-"}) != wanted, "control"
+    with pytest.raises(NotImplementedError, match="rope_theta: expected none, because no layer has a rotary embedding"):
+        families.read_config(fields, rope_theta=7e3)
 
 
 def test_config_of_smollm3_has_layers_without_rope_and_refuses_a_wrong_number_of_them() -> None:

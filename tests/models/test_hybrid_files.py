@@ -23,7 +23,7 @@ from tests.support.recordings import recording
 pytestmark = pytest.mark.once
 
 FOLDERS = Path(__file__).parents[1] / "data" / "golden" / "families"
-HYBRID = ("lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+HYBRID = ("lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "nemotron_h")
 TOLERANCE = 2e-4  # both sides use float32 but add up in different orders
 IMAGES = {"model.visual.patch_embed.proj.weight": np.zeros((3, 3), np.float32)}
 LATER = {"mtp.fc.weight": np.zeros((2, 4), np.float32), "mtp.norm.weight": np.zeros(2, np.float32)}
@@ -117,6 +117,8 @@ def test_keys_that_a_config_leaves_out_have_the_values_of_transformers(family: s
     sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 8}
     fields = {**sizes, "num_attention_heads": 8, "rms_norm_eps": 1e-6, "model_type": family}
     fields |= {"layer_types": ["conv", "full_attention"] * 4} if family == "lfm2_moe" else {}
+    if family == "nemotron_h":
+        fields |= {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"] * 2}
     theirs = transformers.CONFIG_MAPPING[family](**folders.without(fields, "model_type")).to_dict()
     assert families.read_config(fields) == families.read_config({**theirs, "model_type": family})
     assert families.read_config(fields) != families.read_config({**theirs, "max_position_embeddings": 7})
@@ -132,6 +134,7 @@ WIDE = (
     "shared_expert_gate",
     "feed_forward.gate.",
     "block_sparse_moe.gate.",
+    "mixer.gate.",
 )
 FLOAT8 = [
     ("qwen3_5_text", "fp8 by block", ()),
@@ -149,6 +152,8 @@ FLOAT8 = [
     pytest.param("minimax_m2", "fp8 by block", (), marks=pytest.mark.long),
     pytest.param("muse_glimmer", "fp8 by block", (), marks=pytest.mark.long),
     ("laguna", "fp8 by block", ()),
+    ("nemotron_h", "modelopt", ()),
+    pytest.param("nemotron_h", "fp8 by block", (), marks=pytest.mark.long),
 ]
 INT4 = [
     ("qwen3_5_text", "awq", ()),
@@ -157,6 +162,7 @@ INT4 = [
     ("lfm2_moe", "awq", ()),
     pytest.param("glm4_moe_lite", "awq", (), marks=pytest.mark.long),
     ("muse_glimmer", "gptq", ()),
+    ("nemotron_h", "awq", ("in_proj", "down_proj")),  # whose rows or columns are no multiple of a word or a group
     pytest.param("laguna", "compressed-tensors", (), marks=pytest.mark.long),
     ("gemma4_e2b", "awq", ("embed_tokens", "down_proj", "per_layer_projection")),
 ]

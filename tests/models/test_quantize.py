@@ -214,6 +214,9 @@ def test_quantised_model_or_head_has_only_its_linear_weights_quantised() -> None
     [
         *((kind, "mixtral" if kind == "mxfp4" else "glm4_moe") for kind in EXPERT_KINDS),
         ("int8", "llama4_text"),
+        ("fp8", "nemotron_h"),  # without gates
+        pytest.param("int8", "nemotron_h", marks=pytest.mark.long),
+        pytest.param("int4", "nemotron_h", marks=pytest.mark.long),
         pytest.param("int4", "llama4_text", marks=pytest.mark.long),
         pytest.param("int8", "gemma4_26b_a4b", marks=pytest.mark.long),
     ],

@@ -149,6 +149,18 @@ def test_h200_round_of_a_hybrid_reads_and_folds_states_in_place(
     assert len(mosaic) >= 6 * 3
 
 
+@pytest.mark.parametrize(
+    ("tree", "launches", "temp_mib"),
+    [(None, 150, 12), pytest.param(Tree.chain(4), 240, 60, marks=pytest.mark.long), (Tree.topk(32, 4, 4), 285, 200)],
+    ids=str,
+)
+def test_h200_round_of_mamba_reads_and_folds_states_in_place(tree: Tree | None, launches: int, temp_mib: int) -> None:
+    """The first 8 layers of Nemotron 3 Nano: four Mamba 2 mixers, attention and three mixtures of experts."""
+    compiled = compile_round(tree, batch=8, shape="nemotron3-nano", layers=8)
+    program = check(*compiled, launches=launches, temp_mib=temp_mib)
+    assert sum(launch.kind == "kConditional" for launch in program.launches) == 1
+
+
 def float_sums(program: H200Program) -> int:
     """Count what XLA's own kernels sum up in floating point to verify a draft; matrix products are sums."""
     pattern = r' = (?:f32|bf16)\S* (?:reduce|dot)\(.*op_name="[^"]*/verify/'

@@ -24,7 +24,11 @@ KIB, MIB = 2**10, 2**20
 
 @pytest.mark.parametrize(
     ("shape", "state", "record", "row", "token"),
-    [("qwen3.8-27b", 144, 777, 960, 64), ("qwen3.5-35b-a3b", 60, 363.75, 480, 20)],
+    [
+        ("qwen3.8-27b", 144, 777, 960, 64),
+        ("qwen3.5-35b-a3b", 60, 363.75, 480, 20),
+        ("nemotron3-nano", 46, 235.75, 276, 6),
+    ],
 )
 @pytest.mark.parametrize(
     ("tree", "records"), [(ROOT_ONLY, 32), (Tree.chain(4), 64), (Tree.topk(7, 3, 4), 64), (Tree.topk(47, 6, 8), 96)]

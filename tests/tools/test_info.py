@@ -43,6 +43,14 @@ TRAITS = {
         "rope: default, theta 10000 in 3 of 4 layers; linear, theta 1000000, factor 8 in 1 of 4 layers",
         "factors: embedding 5.65685",
     ],
+    "nemotron_h": [
+        "Mamba 2 mixer: 4 heads of 8 channels in 2 groups, 16 state channels, 4 taps and a bias in 2 of 5 layers",
+        f"attention: {PLAIN} in 1 of 5 layers",
+        "rope: none in 1 of 5 layers",
+        "feed-forward: 6 experts of 24 channels, 2 a token, relu2 without a gate, sigmoid over the chosen, times 2.5, "
+        "choice corrected, shared expert of 32 channels in 2 of 5 layers",
+        "norms: before the layer's one part",
+    ],
     "gemma4_text": [
         f"attention: {PLAIN}, {NORMS}, scores times 1 in 2 of 3 layers; "
         f"4 heads, 1 key-value heads, head_dim 32, {NORMS}, values are keys, scores times 1 in 1 of 3 layers",

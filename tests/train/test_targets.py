@@ -22,7 +22,7 @@ from tests.support.recordings import recording
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden" / "families"
 FOLDERS = sorted(path.parent.relative_to(GOLDEN) for path in GOLDEN.rglob("config.json"))
-HYBRID = ("lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+HYBRID = ("lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "nemotron_h")
 DEFAULT = (Path("deepseek_v3"), Path("qwen3_next"))  # latent attention; states by slot; the others take as long each
 WIDENED = tuple(Path("quantized") / name for name in ("deepseek_v3_fp8_block", "gpt_oss_mxfp4"))  # load no other way
 

@@ -12,11 +12,13 @@ from jspec.models.config.layer_config import LayerConfig
 from jspec.models.mixers.attention import Attention
 from jspec.models.mixers.gated_delta import GatedDelta
 from jspec.models.mixers.gqa import GQA
+from jspec.models.mixers.mamba2 import Mamba2
 from jspec.models.mixers.mixer import Mixer
 from jspec.models.mixers.mla import MLA
+from jspec.models.mixers.no_mixer import NoMixer
 from jspec.models.mixers.shared_kv import SharedKV, TargetKV
 from jspec.models.mixers.short_conv import ShortConv
-from jspec.models.mlps.mlp_config import Dense, Experts, Router
+from jspec.models.mlps.mlp_config import Dense, Experts, Mlp, NoMlp, Router
 from jspec.models.parts.checks import positive, unsupported
 from jspec.models.parts.rope import Rope
 
@@ -69,10 +71,12 @@ def _with_mixer(layer: Fields) -> Fields:
     return Fields({"mixer" if name == "attention" else name: value for name, value in layer.items()}, layer.place)
 
 
-# A field that only this kind of mixer has, by which its JSON values are told; others are grouped-query attention.
+# A field of this kind of mixer and of none after it, by which its JSON values are told. Without fields there is no
+# mixer; others are grouped-query attention.
 MIXERS: dict[str, type[Mixer]] = {
     "latent": MLA,
     "channels": ShortConv,
+    "conv_bias": Mamba2,
     "key_heads": GatedDelta,
     "source": SharedKV,
     "of_window": TargetKV,
@@ -80,7 +84,13 @@ MIXERS: dict[str, type[Mixer]] = {
 
 
 def _read_mixer(fields: Fields) -> Mixer:
-    return from_json(next((kind for field, kind in MIXERS.items() if field in fields), GQA), fields)
+    kind = next((kind for field, kind in MIXERS.items() if field in fields), GQA)
+    return from_json(kind if fields else NoMixer, fields)
+
+
+def _read_mlp(fields: Fields) -> Mlp:
+    kind: type[Mlp] = Experts if "router" in fields else Dense
+    return from_json(kind if fields else NoMlp, fields)
 
 
 READERS: dict[str, Callable[[Fields, str], Any]] = {  # annotation of a field: reader of its JSON value
@@ -94,9 +104,7 @@ READERS: dict[str, Callable[[Fields, str], Any]] = {  # annotation of a field: r
     "str | None": lambda fields, name: None if fields[name] is None else fields.text(name),
     "Rope": lambda fields, name: from_json(Rope, fields.object(name)),
     "Mixer": lambda fields, name: _read_mixer(fields.object(name)),
-    "Dense | Experts": lambda fields, name: from_json(
-        Experts if "router" in fields.object(name) else Dense, fields.object(name)
-    ),
+    "Mlp": lambda fields, name: _read_mlp(fields.object(name)),
     "Router": lambda fields, name: from_json(Router, fields.object(name)),
     "tuple[LayerConfig, ...]": _read_layers,
     "tuple[int, ...] | None": lambda fields, name: tuple(fields.integers(name)) or None,
@@ -133,7 +141,7 @@ class DecoderConfig:
         return len(self.layers)
 
     @property
-    def mlps(self) -> list[Dense | Experts]:
+    def mlps(self) -> list[Mlp]:
         """The feed-forward of each layer."""
         return [layer.mlp for layer in self.layers]
 
@@ -173,7 +181,8 @@ class DecoderConfig:
 
     @property
     def intermediate_size(self) -> int:
-        return self.layers[0].mlp.width
+        """Width of the first feed-forward."""
+        return next(mlp.width for mlp in self.mlps if not isinstance(mlp, NoMlp))
 
     @property
     def windows(self) -> list[int]:
@@ -222,7 +231,7 @@ class DecoderConfig:
             replace(
                 layer,
                 mixer=layer.mixer.replaced(**attention) if isinstance(layer.mixer, Attention) else layer.mixer,
-                mlp=replace(layer.mlp, **mlp),
+                mlp=layer.mlp if isinstance(layer.mlp, NoMlp) else replace(layer.mlp, **mlp),
             )
             for layer in (self.layers if count == self.num_layers else self.layers[:1] * count)
         ]

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from jspec.models.mixers.attention import Attention
 from jspec.models.mixers.gqa import GQA
 from jspec.models.mixers.mixer import Mixer
-from jspec.models.mlps.mlp_config import Dense, Experts
+from jspec.models.mixers.no_mixer import NoMixer
+from jspec.models.mlps.mlp_config import Mlp, NoMlp
 from jspec.models.parts.checks import positive_values, unsupported
 
 NORMS = ("pre", "post", "both")
@@ -18,8 +19,8 @@ class LayerConfig:
     """The config of a decoder layer.
 
     Attributes:
-        mixer: the part that mixes tokens, such as attention (`jspec.models.mixers`).
-        mlp: config of the feed-forward, which may be a mixture of experts.
+        mixer: the part that mixes tokens, such as attention (`jspec.models.mixers`), or `NoMixer`.
+        mlp: config of the feed-forward, which may be a mixture of experts, or `NoMlp`.
         norms: placement of the norms: "pre": before the attention and before the feed-forward; "post": after both;
             "both": before and after both.
         residual_scale: factor of the outputs of attention and feed-forward before they are added to the residual
@@ -34,7 +35,7 @@ class LayerConfig:
     """
 
     mixer: Mixer
-    mlp: Dense | Experts
+    mlp: Mlp
     norms: str = "pre"
     residual_scale: float = 1.0
     post_norm_eps: float | None = None
@@ -55,8 +56,22 @@ class LayerConfig:
         positive_values("config", {"residual_multiplier": self.residual_scale})
         if self.post_norm_eps is not None:
             positive_values("config", {"post_norm_eps": self.post_norm_eps})
+        if not self.has_mixer and not self.has_mlp:
+            raise unsupported("layers_block_type", "a layer without a part", "a mixer or a feed-forward in each layer")
+        if self.norms != "pre" and not (self.has_mixer and self.has_mlp):
+            raise unsupported("norms", self.norms, "'pre' in a layer without a mixer or without a feed-forward")
         if self.norms not in NORMS:
             raise unsupported("norms", self.norms, " or ".join(map(repr, NORMS)))
+
+    @property
+    def has_mixer(self) -> bool:
+        """Whether the layer mixes tokens."""
+        return not isinstance(self.mixer, NoMixer)
+
+    @property
+    def has_mlp(self) -> bool:
+        """Whether the layer has a feed-forward."""
+        return not isinstance(self.mlp, NoMlp)
 
     @property
     def attention(self) -> Attention:

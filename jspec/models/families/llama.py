@@ -24,7 +24,7 @@ from jspec.models.config.layer_config import LayerConfig
 from jspec.models.families import register
 from jspec.models.mixers.gqa import GQA
 from jspec.models.mixers.mixer import Mixer
-from jspec.models.mlps.mlp_config import Dense, Experts
+from jspec.models.mlps.mlp_config import Dense, Mlp
 from jspec.models.parts.checks import unsupported
 from jspec.models.parts.rope import Rope
 from jspec.models.weights.weight_map import LAYER, Names, model_rows
@@ -139,7 +139,7 @@ class Llama:
         bias = fields.flag("attention_bias")
         return {"bias": bias, "output_bias": bias}
 
-    def mlps(self, fields: Fields, dense: Dense) -> Sequence[Dense | Experts]:
+    def mlps(self, fields: Fields, dense: Dense) -> Sequence[Mlp]:
         """Return the feed-forward of each layer; ``dense`` has `intermediate_size` channels."""
         return [dense] * fields.integer("num_hidden_layers")
 

@@ -15,7 +15,7 @@ from jspec.models.families.llama import Llama
 from jspec.models.mixers.gqa import GQA
 from jspec.models.mixers.mixer import Mixer
 from jspec.models.mlps.mlp_config import Dense, Experts, Router
-from jspec.models.parts.rope import Rope
+from jspec.models.parts.rope import NO_ROPE, Rope
 from jspec.models.weights.weight_map import LAYER, Names, input_major, model_rows
 
 MLP, SHARED, EXPERTS = "feed_forward", "feed_forward.shared_expert", "feed_forward.experts"
@@ -95,6 +95,6 @@ def _without_rotation(fields: Fields) -> Rope:
     if not (isinstance(tuned, bool) or is_int(tuned)):  # older files have 4 for true
         raise fields.error("attn_temperature_tuning", "true, false or an integer")
     if not tuned:
-        return Rope(kind="none")
+        return NO_ROPE
     scale, length = fields.number("attn_scale"), fields.integer("floor_scale")
     return Rope(kind="none", temperature=scale, temperature_offset=1, original_max_position=length)

@@ -14,7 +14,7 @@ from jspec.models.families.gemma import Gemma2
 from jspec.models.families.llama import Llama
 from jspec.models.mixers.gqa import GQA
 from jspec.models.mixers.mixer import Mixer
-from jspec.models.parts.rope import Rope
+from jspec.models.parts.rope import NO_ROPE, Rope
 from jspec.models.weights.weight_map import plus_one
 
 
@@ -44,7 +44,7 @@ class MuseGlimmer(Llama):
 
     def mixers(self, fields: Fields, heads: GQA, ropes: Sequence[Rope], types: Sequence[str]) -> Sequence[Mixer]:
         pairs = zip(ropes, self._rotates(fields), strict=True)
-        return super().mixers(fields, heads, [rope if rotates else Rope(kind="none") for rope, rotates in pairs], types)
+        return super().mixers(fields, heads, [rope if rotates else NO_ROPE for rope, rotates in pairs], types)
 
     def _rotates(self, fields: Fields) -> list[bool]:
         """Read whether each layer has the rotary embedding; of its bases, 0 stands for none."""

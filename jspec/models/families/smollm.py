@@ -10,9 +10,7 @@ from jspec.models.config.hf_config import FULL, SLIDING, read_layer_types, read_
 from jspec.models.config.layer_config import LayerConfig
 from jspec.models.families import register
 from jspec.models.families.llama import Llama
-from jspec.models.parts.rope import Rope
-
-NO_ROPE = Rope(kind="none")
+from jspec.models.parts.rope import NO_ROPE
 
 
 @register("smollm3")

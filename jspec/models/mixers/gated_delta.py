@@ -11,66 +11,24 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from convert.fields import CheckpointError
-from convert.huggingface import MapRow
 from jspec.core.numerics import Numerics
-from jspec.core.records import PromptBatch, TokenBatch
-from jspec.models.mixers.mixer import Mixer
-from jspec.models.mixers.short_conv import squeezed_taps
+from jspec.core.records import TokenBatch
+from jspec.models.mixers.recurrent import Recurrent, heads_of, is_apart
 from jspec.models.parts.checks import check_divided, positive_values
-from jspec.models.parts.conv_state import ConvState, convolved, taps_of
+from jspec.models.parts.conv_state import convolved, taps_of
 from jspec.models.parts.delta_nodes import run_nodes, takes_kernels
-from jspec.models.parts.delta_state import DeltaState, Outputs, run_tokens
-from jspec.models.parts.kv_pool import MAX_POOL_ELEMENTS, PoolShape
+from jspec.models.parts.delta_state import DeltaState, run_tokens
 from jspec.models.parts.layer_weights import LayerWeights
-from jspec.models.parts.layers import by_token, norm_rows, product, small_product
+from jspec.models.parts.layers import by_token, norm_rows
 from jspec.models.parts.param_spec import ParamSpec, norm
 from pallas_kernels.layers.hopper import choose_compiled
-from pallas_kernels.layers.partial_sums import reduce_partials
-from pallas_kernels.layers.weights import Inputs, QuantizedActivation
 from pallas_kernels.recurrent.inputs_kernel import UNIT_EPS
-from pallas_kernels.recurrent.records import EVERY, DeltaTokens
+from pallas_kernels.recurrent.records import DeltaTokens
 
 
 @dataclass(frozen=True)
-class GatedDelta(Mixer):
-    """A gated delta net: a causal convolution of few taps, then the gated delta rule in every head.
-
-    Attributes:
-        key_heads: number of key heads, which is also the number of query heads.
-        value_heads: number of value heads, each with a state; successive ones share a key head.
-        key_dim, value_dim: number of channels of a key head and of a value head.
-        taps: number of tokens that a sum of the convolution has, the token's own included.
-    """
-
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
-    taps: int
-
-    @property
-    def key_size(self) -> int:
-        """Number of channels of all key heads in total."""
-        return self.key_heads * self.key_dim
-
-    @property
-    def value_size(self) -> int:
-        """Number of channels of all value heads in total."""
-        return self.value_heads * self.value_dim
-
-    @property
-    def conv_size(self) -> int:
-        """Number of channels of the convolution: those of queries, keys and values."""
-        return 2 * self.key_size + self.value_size
-
-    @property
-    def row_size(self) -> int:
-        return 4 * self.key_size + 4 * self.value_size + 2 * self.value_heads
-
-    @property
-    def reach(self) -> int:
-        """No cache rows are read; `Mixer.reach`."""
-        return 0
+class GatedDelta(Recurrent):
+    """A gated delta net: a causal convolution of few taps, then the gated delta rule in every head."""
 
     def check(self) -> None:
         """Check the sizes; `Mixer.check`."""
@@ -111,57 +69,17 @@ class GatedDelta(Mixer):
             "delta_norm": norm(self.value_dim, "channels", norm_dtype),
         }
 
-    def file_row(self, row: MapRow) -> MapRow:
-        """Return the taps without their second axis, which has one channel; `Mixer.file_row`."""
-        return squeezed_taps(row)
-
-    def state(self, pool: PoolShape, dtype: str) -> DeltaState:
-        """Make states and records of zeros; `Mixer.state`."""
-        heads, dims = (self.key_heads, self.value_heads), (self.key_dim, self.value_dim)
-        elements = max(pool.slots, pool.copies) * self.value_heads * self.key_dim * self.value_dim
-        if elements >= MAX_POOL_ELEMENTS:
-            raise ValueError(
-                f"slots: expected states below 2**31 elements, got {elements} (slots={pool.slots}, cached_states="
-                f"{pool.copies}); lower both"
-            )
-        inputs = ConvState.zeros(pool, self.conv_size, self.taps)
-        return DeltaState.zeros(pool, heads, dims, inputs)
-
-    def traffic(self, nodes: int, context: int, tokens: float, sizes: tuple[int, int]) -> tuple[float, float]:
-        """Count a state, records and inputs; `Mixer.traffic`.
-
-        The state is read once, and written once in `EVERY` tokens. Committed tokens since then have records, on average
-        ``(EVERY - 1) / 2``, which are read once. The nodes' records and inputs are written. The flops are those of the
-        products of keys and queries with the state.
-        """
-        state, tail = self.value_size * self.key_dim, min(context, (EVERY - 1) / 2)
-        record = (self.key_size + self.value_size) * sizes[1] + 4 * self.value_heads
-        inputs = (nodes + self.taps - 1) * self.conv_size * sizes[1]
-        return 4 * state * (1 + tokens / EVERY) + (tail + nodes) * record + inputs, 4 * nodes * state
-
-    def mix(
-        self, layer: LayerWeights, x: Inputs, state: DeltaState, batch: TokenBatch, dtype: jnp.dtype, *, eps: float
-    ) -> tuple[Any, DeltaState]:
-        """Project, convolve, apply the rule, and norm and gate its outputs; `Mixer.mix`."""
-        assert layer.gates is not None and not isinstance(x, QuantizedActivation)
-        projected = reduce_partials(batch.unpack(product(batch.numerics)(x, layer.qkv)), dtype)
-        gates = batch.unpack(small_product(x, layer.gates, batch.numerics)[None])[0]
-        outputs, state = self._run(layer, projected, gates, state, batch)
-        outputs, gate = jnp.swapaxes(outputs, 1, 2), projected[..., self.conv_size :]
-        gated = partial(self._gated, layer, eps, dtype, batch.numerics, _is_apart(batch))
-        return batch.pack(by_token(gated, batch.numerics, outputs, gate)), state
-
     def _run(
         self, layer: LayerWeights, projected: Array, gates: Array, state: DeltaState, batch: TokenBatch
-    ) -> tuple[Outputs, DeltaState]:
-        """Convolve the projected rows and apply the rule."""
+    ) -> tuple[tuple[Array], DeltaState]:
+        """Convolve the projected rows and apply the rule; `Recurrent._run`. The array is that of the outputs."""
         numerics = batch.numerics
 
         def reference(projected: Array, gates: Array, state: DeltaState, batch: TokenBatch) -> Any:
             taps, inputs = taps_of(state.inputs, projected[..., : self.conv_size], self.taps, batch)
-            made = partial(self._tokens, layer, state.records.keys.dtype, numerics, _is_apart(batch))
+            made = partial(self._tokens, layer, state.records.keys.dtype, numerics, is_apart(batch))
             new = by_token(made, numerics, taps, gates)
-            new = DeltaTokens(*(jnp.swapaxes(rows, 1, 2) for rows in new))
+            new = jax.tree.map(lambda rows: jnp.swapaxes(rows, 1, 2), new)
             return run_tokens(state._replace(inputs=inputs), new, batch)
 
         def kernel(projected: Array, gates: Array, state: DeltaState, batch: TokenBatch, *, interpret: Any) -> Any:
@@ -170,9 +88,12 @@ class GatedDelta(Mixer):
             rates, decays = self._rates_and_decays(layer, jax.lax.optimization_barrier(gates))
             return run_nodes(state, projected, rates, decays, layer.conv, batch, interpret=interpret)
 
-        if not takes_kernels(state, projected, self.taps, batch):
-            return reference(projected, gates, state, batch)
-        return choose_compiled(numerics.options["implementation"], kernel, reference, projected, gates, state, batch)
+        arguments = projected, gates, state, batch
+        if takes_kernels(state, projected, self.taps, batch):
+            outputs, state = choose_compiled(numerics.options["implementation"], kernel, reference, *arguments)
+        else:
+            outputs, state = reference(*arguments)
+        return (jnp.swapaxes(outputs, 1, 2),), state
 
     def _rates_and_decays(self, layer: LayerWeights, gates: Array) -> tuple[Array, Array]:
         """Return the rates and the log decays of the rule from their sums, [*rows, heads]."""
@@ -204,51 +125,28 @@ class GatedDelta(Mixer):
         if apart:
             mixed = jax.lax.optimization_barrier(mixed.astype(dtype)).astype(jnp.float32)
         q, k, v = jnp.split(mixed, (self.key_size, 2 * self.key_size), axis=-1)
-        q, k = (_unit(_heads(rows, self.key_heads), numerics) for rows in (q, k))
+        q, k = (_unit(heads_of(rows, self.key_heads), numerics) for rows in (q, k))
         rates, decays = self._rates_and_decays(layer, gates)
-        q, k, v = (rows.astype(dtype) for rows in (q * self.key_dim**-0.5, k, _heads(v, self.value_heads)))
+        q, k, v = (rows.astype(dtype) for rows in (q * self.key_dim**-0.5, k, heads_of(v, self.value_heads)))
         return DeltaTokens(q, k, v, decays, rates)
 
     def _gated(
-        self,
-        layer: LayerWeights,
-        eps: float,
-        dtype: Any,
-        numerics: Numerics,
-        apart: bool,
-        outputs: Float[Array, "*rows heads value_dim"],
-        gate: Float[Array, "*rows channels"],
+        self, layer: LayerWeights, eps: float, dtype: Any, batch: TokenBatch, gate: Array, *rows: Array
     ) -> Float[Array, "*rows channels"]:
-        """Return the normed outputs of all heads times the output gate.
-
-        Args:
-            layer, eps, dtype: as for `Mixer.mix`.
-            numerics: whether bits may depend on the batch.
-            apart: write the factors of the norm to memory before all else.
-            outputs: outputs of the rule, float32.
-            gate: the output gate.
-        """
+        """Return the normed outputs of all heads times the output gate; `Recurrent._gated`."""
+        (outputs,) = rows
         assert layer.delta_norm is not None
-        if apart:
+        if is_apart(batch):  # the factors of the norm are written to memory before all else
             factor = jax.lax.rsqrt(jnp.mean(outputs**2, axis=-1, keepdims=True) + eps)
-            rows = outputs * jax.lax.optimization_barrier(factor) * layer.delta_norm
+            normed = outputs * jax.lax.optimization_barrier(factor) * layer.delta_norm
         else:
-            rows = norm_rows(outputs, layer.delta_norm.astype(jnp.float32), eps, numerics)
-        return (rows.reshape(gate.shape) * jax.nn.silu(gate.astype(jnp.float32))).astype(dtype)
+            normed = norm_rows(outputs, layer.delta_norm.astype(jnp.float32), eps, batch.numerics)
+        return (normed.reshape(gate.shape) * jax.nn.silu(gate.astype(jnp.float32))).astype(dtype)
 
     def describe(self) -> dict[str, str]:
         """Describe heads and taps; `Mixer.describe`."""
         heads = f"{self.key_heads} key heads of {self.key_dim}, {self.value_heads} value heads of {self.value_dim}"
         return {"gated delta net": f"{heads} channels, {self.taps} taps"}
-
-
-def _is_apart(batch: TokenBatch) -> bool:
-    """Return whether arrays are written between steps of many tokens; XLA would write float32, or compute twice."""
-    return isinstance(batch, PromptBatch) and not batch.deterministic
-
-
-def _heads(rows: Float[Array, "*rows channels"], heads: int) -> Float[Array, "*rows heads dim"]:
-    return rows.reshape(*rows.shape[:-1], heads, -1)
 
 
 def _unit(rows: Float[Array, "*rows dim"], numerics: Numerics) -> Float[Array, "*rows dim"]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -10,12 +12,12 @@ from jspec.core.numerics import Numerics
 from jspec.models.mlps.mlp_config import Experts, Router
 from jspec.models.mlps.shared_expert import dense_weights, is_joined
 from jspec.models.parts.layer_weights import LayerWeights
-from jspec.models.parts.layers import mlp, small_product
+from jspec.models.parts.layers import mlp, product, small_product
 from pallas_kernels.layers.dense.plain_product import plain_product
 from pallas_kernels.layers.experts.expert_matmul import Gate
 from pallas_kernels.layers.experts.expert_mlp import ExpertMlp, expert_mlp
 from pallas_kernels.layers.experts.routing import route
-from pallas_kernels.layers.partial_sums import sum_f32, with_scales
+from pallas_kernels.layers.partial_sums import reduce_partials, sum_f32, with_scales
 from pallas_kernels.layers.quantize_rows import gated
 from pallas_kernels.layers.shard import AXIS, Shard
 from pallas_kernels.layers.split_matmul import split_matmul
@@ -52,7 +54,12 @@ def mix_experts(
     flat = x.reshape(-1, x.shape[-1])
     shared = among_experts(layer, config, len(flat), deterministic=numerics.deterministic)
     logits = small_product(flat, layer.router, numerics)
-    parts = chosen_sums(flat, logits, layer, config, used, numerics, shared=shared)
+    inputs = flat
+    if layer.experts_in is not None:
+        inputs = reduce_partials(product(numerics)(flat, layer.experts_in), x.dtype)
+    parts = chosen_sums(inputs, logits, layer, config, used, numerics, shared=shared)
+    if layer.experts_out is not None:
+        parts = product(numerics)(sum_f32(parts).astype(x.dtype), layer.experts_out)
     sums: tuple[Array, ...] = (parts.reshape(-1, *x.shape),)
     if config.shared and not shared:
         sums += (shared_sums(x, layer, config, numerics, logits[:, config.router.count :]),)
@@ -84,7 +91,8 @@ def chosen_sums(
     )
     if isinstance(down, Shard):
         chosen, down = chosen - jax.lax.axis_index(AXIS) * down.shape[0], down.weight
-    gate, factors = Gate(config.activation, config.limit, config.alpha), None if config.weighs_inputs else weights
+    gate = Gate(config.activation, config.limit, config.alpha, config.is_gated)
+    factors = None if config.weighs_inputs else weights
     inputs = (flat * weights[..., None]).astype(flat.dtype) if config.weighs_inputs else flat
     assert not isinstance(gate_up, Shard), "each device has whole experts"
     experts = ExpertMlp(gate_up, down, layer.experts_gate_up_bias, layer.experts_down_bias)
@@ -120,7 +128,8 @@ def shared_sums(
     else:
         assert layer.gate_up is not None and layer.down is not None
         down = layer.down.weight if isinstance(layer.down, Shard) else layer.down
-        sums = with_scales(mlp(x, layer.gate_up, down, numerics, activation=config.activation))
+        kind: dict[str, Any] = {"activation": config.activation, "is_gated": config.is_gated}
+        sums = with_scales(mlp(x, layer.gate_up, down, numerics, **kind))
         if layer.shared_gate is not None:
             gates = small_product(x, layer.shared_gate, numerics)
     return sums * jax.nn.sigmoid(gates.reshape(*x.shape[:-1], 1)) if config.gates_shared else sums

@@ -16,23 +16,26 @@ SCORES = ("softmax", "sigmoid")
 
 @dataclass(frozen=True)
 class Dense:
-    """The config of a gated feed-forward (arXiv:2002.05202).
+    """The config of a feed-forward, which is gated (arXiv:2002.05202) or not.
 
     Attributes:
         width: number of intermediate channels.
-        activation: the gate's activation function: "silu", "gelu_tanh" (the approximation of GELU by tanh) or "gelu".
+        activation: the activation function, of the gate if there is one: "silu", "gelu_tanh" (the approximation of GELU
+            by tanh), "gelu", or without a gate "relu2" (the square of what is positive).
+        is_gated: whether activation(gate) * up is projected down; False: activation(up).
     """
 
     width: int
     activation: Activation = "silu"
+    is_gated: bool = True
 
     def row_size(self, hidden: int) -> int:
-        """Return how many values the products compute for a row, without its output: gate and up, and their product.
+        """Return how many values a row has inside: those of gate, if there is one, and up, and what is projected down.
 
         Args:
             hidden: number of channels of the residual stream.
         """
-        return 3 * self.width
+        return (3 if self.is_gated else 2) * self.width
 
     def check(self) -> None:
         """Check the width and the activation.
@@ -42,12 +45,25 @@ class Dense:
             NotImplementedError: the activation is not supported.
         """
         positive_values("config", {"intermediate_size": self.width})
-        _check_activation(self.activation)
+        _check_activation(self.activation, self.is_gated)
 
 
-def _check_activation(activation: Activation) -> None:
-    if activation not in ACTIVATIONS:
-        raise unsupported("hidden_act", activation, " or ".join(map(repr, ACTIVATIONS)))
+@dataclass(frozen=True)
+class NoMlp:
+    """The feed-forward of a layer without one, which has a mixer alone (Nemotron-H)."""
+
+    def row_size(self, hidden: int) -> int:
+        """Return 0, as nothing is computed; `Dense.row_size`."""
+        return 0
+
+    def check(self) -> None:
+        """It has no sizes; `Dense.check`."""
+
+
+def _check_activation(activation: Activation, is_gated: bool) -> None:
+    supported = [name for name in ACTIVATIONS if name != "relu2" or not is_gated]
+    if activation not in supported:
+        raise unsupported("hidden_act", activation, " or ".join(map(repr, supported)))
 
 
 @dataclass(frozen=True)
@@ -99,12 +115,12 @@ class Router(Choice):
 
 @dataclass(frozen=True)
 class Experts:
-    """The config of a mixture of experts (arXiv:1701.06538): gated feed-forwards, of which each row uses some.
+    """The config of a mixture of experts (arXiv:1701.06538): feed-forwards of which each row uses some.
 
     Attributes:
         width: number of intermediate channels of an expert.
         router: how a row chooses its experts.
-        activation: the gate's activation function, as in `Dense`.
+        activation, is_gated: of each expert and of the shared one, as in `Dense`.
         shared: number of intermediate channels of the feed-forward that every row uses beside its experts; 0: none.
         bias: whether the experts' projections have biases.
         limit: limit c of gate g and up u (gpt-oss): an expert computes g * sigmoid(alpha * g) * (u + 1), after g is
@@ -114,11 +130,14 @@ class Experts:
         gates_shared: whether the shared expert's output has a factor, the sigmoid of one more product of the input.
         has_norms: whether the router, the experts and the shared expert each have a norm of their own before them, and
             the sum of the experts' outputs and the shared expert's output one after them (Gemma 4).
+        latent: number of channels of the experts' inputs and outputs, to which the input is projected, and from which
+            the sum of the weighted outputs is projected back (Nemotron 3 Super); None: those of the residual stream.
     """
 
     width: int
     router: Router
     activation: Activation = "silu"
+    is_gated: bool = True
     shared: int = 0
     bias: bool = False
     limit: float | None = None
@@ -126,11 +145,13 @@ class Experts:
     weighs_inputs: bool = False
     gates_shared: bool = False
     has_norms: bool = False
+    latent: int | None = None
 
     @property
     def shared_count(self) -> int:
         """Number of experts that the shared one may be, whose outputs add up to its own; 0: it cannot be any."""
         is_alike = self.shared % self.width == 0 and self.limit is None and not self.bias and not self.has_norms
+        is_alike = is_alike and self.is_gated and self.latent is None
         return self.shared // self.width if is_alike else 0
 
     def row_size(self, hidden: int) -> int:
@@ -140,7 +161,8 @@ class Experts:
         Args:
             hidden: number of channels of the residual stream.
         """
-        return 3 * self.shared + self.router.chosen * (self.width + hidden * (1 + self.weighs_inputs))
+        of_shared = (3 if self.is_gated else 2) * self.shared
+        return of_shared + self.router.chosen * (self.width + hidden * (1 + self.weighs_inputs))
 
     def check(self) -> None:
         """Check the sizes and options.
@@ -150,7 +172,13 @@ class Experts:
             NotImplementedError: an option is not supported.
         """
         positive_values("config", {"moe_intermediate_size": self.width, "swiglu_alpha": self.alpha})
-        _check_activation(self.activation)
+        _check_activation(self.activation, self.is_gated)
+        if not self.is_gated and (self.limit is not None or self.bias or self.has_norms or self.gates_shared):
+            raise unsupported("is_gated", False, "True with a limit, biases, norms, or a factor of the shared expert")
+        if self.latent is not None:
+            positive_values("config", {"moe_latent_size": self.latent})
+            if self.has_norms or self.weighs_inputs:
+                raise unsupported("moe_latent_size", self.latent, "none with norms of experts or weights of the inputs")
         if self.limit is not None:
             positive_values("config", {"swiglu_limit": self.limit})
             if self.activation != "silu":
@@ -158,3 +186,6 @@ class Experts:
         if self.has_norms and (not self.shared or self.gates_shared or self.weighs_inputs):
             raise unsupported("has_norms", True, "False without a plain shared expert, or with weights of the inputs")
         self.router.check()
+
+
+Mlp = Dense | Experts | NoMlp

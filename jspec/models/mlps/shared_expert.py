@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jspec.models.mlps.mlp_config import Dense, Experts
+from jspec.models.mlps.mlp_config import Experts, Mlp
 from pallas_kernels.layers.experts.expert_matmul import MOST_ELEMENTS
 from pallas_kernels.layers.weights import Quantized
 
@@ -25,7 +25,7 @@ PAIRS = {"experts_gate_up": "gate_up", "experts_down": "down"}  # fields of expe
 GATES = {"router": "shared_gate"}  # the same of what gives the logits
 
 
-def join_layers(mlps: Sequence[Dense | Experts], layers: Sequence[dict[str, Any]]) -> None:
+def join_layers(mlps: Sequence[Mlp], layers: Sequence[dict[str, Any]]) -> None:
     """Join shared experts to experts, in place, one layer after another; the others' weights stay as they are.
 
     Peak memory is that of the weights and of one layer, if nothing else refers to the arrays.

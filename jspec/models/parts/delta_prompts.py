@@ -89,8 +89,8 @@ class _ChunkPlan(NamedTuple):
         exists = (self.position >= starts) & (self.position < ends) & is_used[:, None]
         source = batch.first[self.piece][:, None] + self.position - starts
         source = jnp.where(exists, source, batch.tokens.size)
-        queries, keys, values, decays, rates = (
-            _by_token(rows).at[source].get(mode="fill", fill_value=0) for rows in new
+        queries, keys, values, decays, rates = jax.tree.map(
+            lambda rows: _by_token(rows).at[source].get(mode="fill", fill_value=0), new
         )
         window, row = ring.window(self.batch.slots, batch.starts), jnp.arange(EVERY)
         is_behind = (row < (batch.starts - self.origin)[:, None]) & (self.pieces.counts > 0)[:, None]

@@ -226,7 +226,7 @@ class _Blocks(NamedTuple):
         part = jnp.tile(jnp.arange(parts), len(batch.tokens))
         first = jnp.repeat(batch.first_row, parts) + part * size
         is_first = jnp.repeat(batch.is_first, parts) & (part == 0)
-        tokens = DeltaTokens(*map(cut, new))
+        tokens = jax.tree.map(cut, new)
         return cls(tokens, jnp.repeat(batch.piece, parts), is_first, first, jnp.repeat(whole, parts))
 
 

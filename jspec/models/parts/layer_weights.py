@@ -20,10 +20,10 @@ class LayerWeights:
     of an EAGLE-3 head, where it is twice the hidden size.
     """
 
-    qkv: Weight  # fused QKV projection [(heads + 2 kv_heads) * head_dim, inputs]
-    o: Weight  # output projection of the attention [hidden, heads * head_dim]
-    # Further weights; None: the layer has no such weight. The norms' size is head_dim, or that of all heads.
-    gate_up: Weight | None = optional()  # fused gate and up projections [2 * intermediate, hidden]
+    # Weights; None: the layer has no such weight. The norms' size is head_dim, or that of all heads.
+    qkv: Weight | None = optional()  # fused QKV projection [(heads + 2 kv_heads) * head_dim, inputs]
+    o: Weight | None = optional()  # output projection of the attention [hidden, heads * head_dim]
+    gate_up: Weight | None = optional()  # fused gate and up projections [2 * intermediate, hidden], or up alone
     down: Weight | None = optional()  # down projection [hidden, intermediate]
     mlp_norm: Float[Array, "hidden"] | None = optional()  # norm before the feed-forward
     attn_post_norm: Float[Array, "hidden"] | None = optional()  # norm of the attention's output
@@ -44,10 +44,13 @@ class LayerWeights:
     sinks: Float[Array, "heads"] | None = optional()  # score of each query head's sink
     # Weights of mixers that keep a state by slot, whose qkv and o are the projections before and after them.
     conv: Float[Array, "channels taps"] | None = optional()  # taps of a causal convolution, the token's own last
-    gates: Float[Array, "twice inputs"] | None = optional()  # rates and log decays of the heads of a gated delta net
+    conv_bias: Float[Array, "channels"] | None = optional()  # bias of the convolution
+    # Rates and log decays of the heads of a gated delta net [2 * heads, inputs], or steps of Mamba 2 [heads, inputs].
+    gates: Float[Array, "rows inputs"] | None = optional()
     a_log: Float[Array, "heads"] | None = optional()  # logarithm of the decays' factors
-    dt_bias: Float[Array, "heads"] | None = optional()  # bias of the decays
-    delta_norm: Float[Array, "channels"] | None = optional()  # norm of each head's output
+    dt_bias: Float[Array, "heads"] | None = optional()  # bias of the decays, or of the steps
+    skip: Float[Array, "heads"] | None = optional()  # factor of each head's values in its output (Mamba 2)
+    delta_norm: Float[Array, "channels"] | None = optional()  # norm of each head's output, or of those of all heads
     # Weights of latent attention, whose q_norm and k_norm are those of the latent vectors
     # (`jspec.models.weights.params`).
     q_up: Weight | None = optional()  # queries from their latent vector [heads * (plain + rotated), query_latent]
@@ -58,8 +61,12 @@ class LayerWeights:
     router: Float[Array, "experts hidden"] | None = optional()
     router_bias: Float[Array, "experts"] | None = optional()  # bias of the router's logits
     router_correction: Float[Array, "experts"] | None = optional()  # correction of the scores, for the choice only
-    experts_gate_up: Weight | None = optional()  # gate and up of each expert [experts, 2 * width, hidden]
+    # Gate and up of each expert [experts, 2 * width, hidden], or up alone.
+    experts_gate_up: Weight | None = optional()
     experts_down: Weight | None = optional()  # down projection of each expert [experts, hidden, width]
+    # Projections of the experts' inputs and of their summed outputs, if these have channels of their own.
+    experts_in: Float[Array, "latent hidden"] | None = optional()
+    experts_out: Float[Array, "hidden latent"] | None = optional()
     experts_gate_up_bias: Float[Array, "experts twice"] | None = optional()
     shared_gate: Float[Array, "one hidden"] | None = optional()  # logit of the factor of the shared expert's output
     experts_down_bias: Float[Array, "experts hidden"] | None = optional()

@@ -17,7 +17,7 @@ from pallas_kernels.layers.dense.gated_kernel import has_few_rows
 from pallas_kernels.layers.gated_matmul import gated_matmul, tiles_for
 from pallas_kernels.layers.partial_sums import PartialSums, reduce_partials
 from pallas_kernels.layers.products import matmul, matmul_unscaled
-from pallas_kernels.layers.quantize_rows import Activation
+from pallas_kernels.layers.quantize_rows import Activation, activate
 from pallas_kernels.layers.residual_norm import add_rms_norm, rms_norm
 from pallas_kernels.layers.row_by_row import row_by_row_off_gpu
 from pallas_kernels.layers.shard import OwnColumns
@@ -34,20 +34,24 @@ def mlp(
     numerics: Numerics,
     *,
     activation: Activation = "silu",
+    is_gated: bool = True,
 ) -> PartialSums:
-    """Apply a gated feed-forward (arXiv:2002.05202).
+    """Apply a feed-forward, gated (arXiv:2002.05202) or not.
 
     Args:
         x: normed input [batch, tokens, hidden].
-        gate_up: fused gate and up projections [2 * intermediate, hidden].
+        gate_up: fused gate and up projections [2 * intermediate, hidden], or the up projection alone.
         down: down projection [hidden, intermediate].
         numerics: by which kernels, and whether a row's bits may depend on the batch size.
-        activation: the gate's activation function, as in `jspec.models.config.layer_config.Dense`.
+        activation, is_gated: as in `jspec.models.mlps.mlp_config.Dense`.
 
     Returns:
         Partial sums of the output, [parts, batch, tokens, hidden].
     """
     implementation = numerics.implementation
+    if not is_gated:
+        inner = activate(reduce_partials(product(numerics)(x, gate_up), x.dtype), activation)
+        return product(numerics)(inner, down)
     if numerics.deterministic:
         (gate_and_up,) = deterministic_matmul(x, gate_up, is_whole=True, implementation=implementation)
         return deterministic_matmul(gate_and_up, down, gate=activation, implementation=implementation)

@@ -128,6 +128,7 @@ class Rope:
 
 
 PLAIN = Rope()  # without a scaling
+NO_ROPE = Rope(kind="none")
 
 
 def tables(

@@ -19,7 +19,7 @@ from convert.huggingface import MapRow, side_by_side, stacked
 from convert.orbax import unflatten
 from jspec.models.config.decoder_config import ModelConfig
 from jspec.models.config.layer_config import LayerConfig
-from jspec.models.mlps.mlp_config import Dense, Experts
+from jspec.models.mlps.mlp_config import Dense, Experts, Mlp, NoMlp
 from jspec.models.parts.block_conv import conv_params
 from jspec.models.parts.layer_embeddings import embedding_params, gate_params
 from jspec.models.parts.param_spec import Params, ParamSpec, norm, prefixed
@@ -40,7 +40,7 @@ def layer_params(layer: LayerConfig, hidden: int, inputs: int, norm_dtype: str |
     """
     mixer = layer.mixer.params(hidden, inputs, norm_dtype)
     params = {name: mixer.pop(name) for name in ("qkv", "o") if name in mixer} | _mlp_params(layer.mlp, hidden)
-    if layer.has_pre_norms:
+    if layer.has_pre_norms and layer.has_mlp:
         params["mlp_norm"] = norm(hidden, dtype=norm_dtype)
     if layer.has_post_norms:
         params |= {name: norm(hidden, dtype=norm_dtype) for name in ("attn_post_norm", "mlp_post_norm")}
@@ -55,11 +55,14 @@ def layer_params(layer: LayerConfig, hidden: int, inputs: int, norm_dtype: str |
     return params | mixer
 
 
-def _mlp_params(mlp: Dense | Experts, hidden: int) -> dict[str, ParamSpec]:
+def _mlp_params(mlp: Mlp, hidden: int) -> dict[str, ParamSpec]:
     """Declare the parameters of a feed-forward: those that every row uses, and those of its experts."""
+    if isinstance(mlp, NoMlp):
+        return {}
     width = mlp.width if isinstance(mlp, Dense) else mlp.shared
+    parts = (width,) * (1 + mlp.is_gated)
     params = {
-        "gate_up": ParamSpec((2 * width, hidden), ("mlp", "hidden"), parts=(width, width)),
+        "gate_up": ParamSpec((sum(parts), hidden), ("mlp", "hidden"), parts=parts),
         "down": ParamSpec((hidden, width), ("hidden", "mlp")),
     }
     return params if isinstance(mlp, Dense) else (params if width else {}) | _expert_params(mlp, hidden)
@@ -67,13 +70,17 @@ def _mlp_params(mlp: Dense | Experts, hidden: int) -> dict[str, ParamSpec]:
 
 def _expert_params(experts: Experts, hidden: int) -> dict[str, ParamSpec]:
     router, count, width = experts.router, experts.router.count, experts.width
+    inner, outer = (1 + experts.is_gated) * width, experts.latent or hidden
     # Scores that are sigmoids are computed in float32, from weights in float32 (DeepSeek-V3, GLM-4.5).
     dtype = "float32" if router.scores == "sigmoid" else None
     params = {
         "router": ParamSpec((count, hidden), ("routed", "hidden"), dtype=dtype),
-        "experts_gate_up": ParamSpec((count, 2 * width, hidden), ("experts", "channels", "hidden")),
-        "experts_down": ParamSpec((count, hidden, width), ("experts", "hidden", "channels")),
+        "experts_gate_up": ParamSpec((count, inner, outer), ("experts", "channels", "hidden")),
+        "experts_down": ParamSpec((count, outer, width), ("experts", "hidden", "channels")),
     }
+    if experts.latent is not None:
+        params["experts_in"] = ParamSpec((outer, hidden), ("latent", "hidden"))
+        params["experts_out"] = ParamSpec((hidden, outer), ("hidden", "latent"))
     if router.bias:
         params["router_bias"] = ParamSpec((count,), ("routed",), init="zeros", dtype="float32")
     if router.scaled:
@@ -95,7 +102,7 @@ def model_params(config: ModelConfig) -> dict[str, ParamSpec]:
     hidden, norm_dtype = config.hidden_size, "float32" if config.norms_in_float32 else None
     for index, layer in enumerate(config.layers):
         specs = layer_params(layer, hidden, hidden, norm_dtype)
-        if layer.has_pre_norms:
+        if layer.has_pre_norms and layer.has_mixer:
             specs["attn_norm"] = norm(hidden, dtype=norm_dtype)
         params |= prefixed(f"layers.{index}", specs)
     params["norm"] = norm(hidden, dtype=norm_dtype)

@@ -34,7 +34,7 @@ NAMES = ("qkv", "q_up", "o", "gate_up", "down", *EXPERTS, "fc", "head")  # last 
 # Those of small weights that a checkpoint may quantise, and that are widened when loaded.
 WIDENED = (
     *("k_up", "v_up", "gates", "embed_gate", "embed_out", "projection"),
-    *("attn_taps_project", "mlp_taps_project", "project"),
+    *("attn_taps_project", "mlp_taps_project", "project", "experts_in", "experts_out"),
 )
 
 BFLOAT16 = jnp.dtype("bfloat16")

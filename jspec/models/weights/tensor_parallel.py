@@ -29,7 +29,7 @@ from jspec.core.records import LayerState
 from jspec.core.shared_leaves import once
 from jspec.models.config.decoder_config import DecoderConfig
 from jspec.models.config.layer_config import LayerConfig
-from jspec.models.mlps.mlp_config import Dense, Experts
+from jspec.models.mlps.mlp_config import Dense, Mlp, NoMlp
 from jspec.models.mlps.shared_expert import check_apart
 from jspec.models.parts.checks import check_divided
 from jspec.models.parts.param_spec import Params, ParamSpec
@@ -364,8 +364,10 @@ def _local_layer(layer: LayerConfig, devices: int) -> LayerConfig:
     return replace(layer, mixer=layer.mixer.divided(devices), mlp=_local_mlp(layer.mlp, devices))
 
 
-def _local_mlp(mlp: Dense | Experts, devices: int) -> Dense | Experts:
+def _local_mlp(mlp: Mlp, devices: int) -> Mlp:
     """Return the config of one device's channels; its experts are known from their weights."""
+    if isinstance(mlp, NoMlp):
+        return mlp
     if isinstance(mlp, Dense):
         check_divided("intermediate_size", mlp.width, devices)
         return replace(mlp, width=mlp.width // devices)

@@ -31,6 +31,7 @@ LAYER: Names = {
     "o_bias": ("self_attn.o_proj.bias",),
     "sinks": ("self_attn.sinks",),
     "conv": ("conv.conv.weight",),
+    "conv_bias": ("conv.conv.bias",),
     "a_log": ("linear_attn.A_log",),
     "dt_bias": ("linear_attn.dt_bias",),
     "delta_norm": ("linear_attn.norm.weight",),

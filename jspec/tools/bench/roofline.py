@@ -120,7 +120,7 @@ def layer_costs(
     input; ``inputs`` of None: those of the residual stream.
     """
     rows = batch * nodes if rows is None else rows
-    costs = [mixing(layer.mixer, batch, nodes, context, widths, tokens=tokens)]
+    costs = [mixing(layer.mixer, batch, nodes, context, widths, tokens=tokens)] if layer.has_mixer else []
     for name, spec in layer_params(layer, hidden, inputs or hidden).items():
         if len(spec.shape) == 2 and not name.endswith("bias"):
             costs.append(matmul(name, rows, *spec.shape, widths=widths))

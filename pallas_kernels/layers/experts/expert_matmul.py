@@ -43,11 +43,15 @@ MOST_ELEMENTS = 2**31  # addresses in a weight are 32-bit integers, the last one
 
 
 class Gate(NamedTuple):
-    """How an expert joins gate g and up u: activation(g) * u, or with a limit g * sigmoid(alpha * g) * (u + 1)."""
+    """How an expert joins gate g and up u: activation(g) * u, or with a limit g * sigmoid(alpha * g) * (u + 1).
+
+    An expert without a gate has activation(u); then no product joins anything.
+    """
 
     activation: Activation = "silu"
     limit: float | None = None  # largest g, and largest u in magnitude; None: no limit
     alpha: float = 1.0  # factor of g in the sigmoid, with a limit
+    exists: bool = True  # whether there is a gate
 
     def join(self, gate: Array, up: Array) -> Array:
         """Returns the joined values, inside or outside of a kernel."""

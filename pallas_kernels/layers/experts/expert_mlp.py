@@ -14,13 +14,14 @@ from pallas_kernels.layers.experts.expert_rows import gather_blocks
 from pallas_kernels.layers.experts.expert_tiling import packed_tiles
 from pallas_kernels.layers.hopper import choose_compiled
 from pallas_kernels.layers.packed.int4_tiling import Int4Tiles
+from pallas_kernels.layers.quantize_rows import activate
 from pallas_kernels.layers.weights import Quantized
 
 PARTS = (1, 2)  # parts of k of the product with down, added up together with the outputs of a row's experts
 
 
 class ExpertMlp(NamedTuple):
-    """The weights of all experts."""
+    """The weights of all experts; without gates ``gate_up`` has up alone [experts, width, hidden]."""
 
     gate_up: Float[Array, "experts twice_width hidden"] | Quantized
     down: Float[Array, "experts hidden width"] | Quantized
@@ -29,7 +30,9 @@ class ExpertMlp(NamedTuple):
 
 
 def _products(x, weights, factors, chosen, *, gate, **options):
-    inner = expert_matmul(x, weights.gate_up, chosen, gate=gate, bias=weights.gate_up_bias, **options)
+    joined = gate if gate.exists else None
+    inner = expert_matmul(x, weights.gate_up, chosen, gate=joined, bias=weights.gate_up_bias, **options)
+    inner = inner if gate.exists else activate(inner, gate.activation)
     return expert_matmul(inner, weights.down, chosen, bias=weights.down_bias, factors=factors, **options)
 
 
@@ -90,7 +93,7 @@ def expert_mlp(
     """Returns partial sums of each row's result: one for each of its experts, or one for each part of each product.
 
     Weights with scales of groups and few choices take two launches of the Hopper kernel, and one that lists and gathers
-    the rows of each expert. Else both products are those of `expert_matmul`.
+    the rows of each expert. Else, and without gates, both products are those of `expert_matmul`.
 
     Args:
         x, chosen, gate, factors, deterministic, shared, implementation: as in `expert_matmul`.
@@ -99,7 +102,7 @@ def expert_mlp(
     gate_up, down, *_ = weights
     find = functools.partial(packed_tiles, dtype=jnp.dtype(x.dtype), chosen=chosen.shape)
     first, second = find(gate_up, gated=True), find(down, gated=False, parts=PARTS)
-    if deterministic or first is None or second is None:
+    if deterministic or not gate.exists or first is None or second is None:
         fixed: dict[str, Any] = {"deterministic": deterministic, "shared": shared, "implementation": implementation}
         return _products(x, weights, factors, chosen, gate=gate, **fixed)
     kernel = functools.partial(_hopper, gate=gate, tiles=(first, second))

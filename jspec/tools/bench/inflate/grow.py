@@ -231,8 +231,8 @@ def _check_layers(old: ModelConfig) -> None:
     """Raise ValueError if a layer of the small target computes more than one of Llama, whose weights can be padded."""
     for layer in old.layers:
         heads, kv_heads, dim, rope = old.num_heads, old.num_kv_heads, old.head_dim, old.rope
-        plain = LayerConfig(GQA(heads, kv_heads, dim, rope=rope), Dense(layer.mlp.width))
-        if layer != plain or rope.kind not in ("default", "llama3"):
+        mlp = Dense(layer.mlp.width) if isinstance(layer.mlp, Dense) else Dense(old.intermediate_size)
+        if layer != LayerConfig(GQA(heads, kv_heads, dim, rope=rope), mlp) or rope.kind not in ("default", "llama3"):
             raise ValueError(
                 f"inflate: expected a target with Llama's layers, got {old.family} layers with more; take another"
             )
