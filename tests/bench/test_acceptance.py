@@ -24,7 +24,7 @@ from jspec.tools.bench import acceptance, pair
 from jspec.tools.bench.acceptance import AcceptanceCase, MeasuredAcceptance, text_places
 from jspec.tools.bench.options import MEASURED
 from jspec.tools.bench.pair import BenchPair
-from jspec.tools.bench.report import table_of
+from jspec.tools.bench.results import table_of
 from jspec.tools.command_line import make_parser
 from tests.support import tiny
 

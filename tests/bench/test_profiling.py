@@ -15,7 +15,7 @@ import pytest
 from jspec.__main__ import main
 from jspec.tools.bench import profiling, step
 from jspec.tools.bench.profiling import KernelTime, watch_clock
-from jspec.tools.bench.report import table_of
+from jspec.tools.bench.results import table_of
 from tests.support.arrays import on_device
 
 pytestmark = pytest.mark.once

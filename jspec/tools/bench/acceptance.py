@@ -30,7 +30,7 @@ from jspec.engine.request.round_record import Round
 from jspec.engine.request.sampling_params import SamplingParams
 from jspec.tools.bench.options import SAMPLES, TEMPERATURES, TOKENS
 from jspec.tools.bench.pair import BenchPair
-from jspec.tools.bench.report import Column, Report, table_of
+from jspec.tools.bench.results import Column, Results, table_of
 from jspec.tools.options import check_join
 
 SLOTS = 16
@@ -214,7 +214,7 @@ def matches_of(results: Sequence[MeasuredAcceptance]) -> str:
     )
 
 
-def run(arguments: argparse.Namespace) -> Report:
+def run(arguments: argparse.Namespace) -> Results:
     check_join(arguments)
     a, pair, texts = arguments, BenchPair.of(arguments), None
     settings = cases(a.accept, a.tree, a.draft_quantize, a.draft_window, a.lookup, a.join)
@@ -227,4 +227,4 @@ def run(arguments: argparse.Namespace) -> Report:
     sizes: Any = dict(tokens=a.tokens, samples=a.samples)
     results = (line for case in settings for line in measure(pair, case, a.temperature, texts, **sizes))
     count = len(settings) * len(a.temperature) * len(texts or [None])
-    return Report("tokens a step ± standard error, share of drafted tokens emitted", results, matches_of, count=count)
+    return Results("tokens a step ± standard error, share of drafted tokens emitted", results, matches_of, count=count)

@@ -36,7 +36,7 @@ def declare(options: Sequence[Option], parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run a subcommand, whose module is imported first; return the exit status."""
-    from jspec.tools.bench.report import measure
+    from jspec.tools.bench.results import measure
 
     name = arguments.measure if arguments.bench == "step" else arguments.bench
     module = import_module(f"jspec.tools.bench.{'inflate.convert' if name == 'inflate' else name}")

@@ -26,7 +26,7 @@ from jspec.models.config.layer_config import LayerConfig
 from jspec.models.mixers.gqa import GQA
 from jspec.models.weights.params import layer_params
 from jspec.tools.bench import profiling, random_models, roofline
-from jspec.tools.bench.report import Column, Report, scaled
+from jspec.tools.bench.results import Column, Results, scaled
 from pallas_kernels import gated_matmul, paged_attention, split_matmul
 from pallas_kernels.layers.formats import quantize
 from pallas_kernels.layers.products import matmul
@@ -128,8 +128,8 @@ def _seconds(program: Any, arguments: tuple[Any, ...]) -> float:
     return time.perf_counter() - began
 
 
-def run(arguments: argparse.Namespace) -> Report:
-    return Report("one call, random data", _results(arguments))
+def run(arguments: argparse.Namespace) -> Results:
+    return Results("one call, random data", _results(arguments))
 
 
 def _results(a: argparse.Namespace) -> Iterator[KernelResult]:

@@ -21,7 +21,7 @@ from typing import Annotated, Any, TypeVar
 import jax
 from jax.profiler import ProfileData
 
-from jspec.tools.bench.report import Column, table_of
+from jspec.tools.bench.results import Column, table_of
 
 FIELDS = ("clocks.sm", "clocks.max.sm", "power.draw", "clocks_event_reasons.sw_power_cap")
 INTERVAL = 20  # milliseconds between two samples

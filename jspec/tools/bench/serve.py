@@ -33,7 +33,7 @@ from jspec.tools.bench.load import Arrival, Load, Log, serve
 from jspec.tools.bench.options import AUTO, NUM_PROMPTS, tree_name
 from jspec.tools.bench.pair import BenchPair, read_prompts
 from jspec.tools.bench.profiling import time_in_turns
-from jspec.tools.bench.report import Report
+from jspec.tools.bench.results import Results
 from jspec.tools.table import table
 
 DRAFTS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "mean_acceptance_length", "num_rounds_per_depth")
@@ -213,7 +213,7 @@ def _warm_up(engine: Engine) -> None:
             completion.raise_for_error()
 
 
-def run(arguments: argparse.Namespace) -> Report:
+def run(arguments: argparse.Namespace) -> Results:
     a = arguments
     names = ("input_len", "output_len", "range_ratio", "rate", "temperature", "seed")
     texts = None if a.prompts is None else read_prompts(a.prompts, a.num_prompts)
@@ -234,4 +234,4 @@ def run(arguments: argparse.Namespace) -> Report:
     options["max_len"] = longest + load.output_len
     results = measure(pair, list(dict.fromkeys(settings)), arrivals, a.repeats, **options)
     about = {"load": load, "prompts": a.prompts or a.text or "random tokens", "repeats": a.repeats}
-    return Report(f"{load}, spreads from least to largest with quartiles", results, text, about)
+    return Results(f"{load}, spreads from least to largest with quartiles", results, text, about)

@@ -22,7 +22,7 @@ from jspec.engine.callers.api import Engine
 from jspec.engine.request.sampling_params import SamplingParams
 from jspec.models.decoder import Model
 from jspec.tools.bench import step
-from jspec.tools.bench.report import Column, Report, tree_name
+from jspec.tools.bench.results import Column, Results, tree_name
 
 ASKED, HIT = "/jax/compilation_cache/compile_requests_use_cache", "/jax/compilation_cache/cache_hits"
 
@@ -75,8 +75,8 @@ def measure_startup(
         compilation_cache.reset_cache()
 
 
-def run(arguments: argparse.Namespace) -> Report:
+def run(arguments: argparse.Namespace) -> Results:
     cases = [case for case in step.cases_of(arguments) if case.batch == max(arguments.batch)]  # one for all batches
     models = step.models_of(cases)
     results = (start for case in cases for start in measure_startup(case, *models, tuple(arguments.batch)))
-    return Report(f"start of an engine for batches of {arguments.batch}, texts up to --context", results)
+    return Results(f"start of an engine for batches of {arguments.batch}, texts up to --context", results)

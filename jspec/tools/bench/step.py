@@ -39,7 +39,7 @@ from jspec.step.on_mesh import make_state, shapes_of, step_on
 from jspec.step.program import Params, Program
 from jspec.tools.bench import profiling, random_models, roofline
 from jspec.tools.bench.options import tree_name
-from jspec.tools.bench.report import Column, Report
+from jspec.tools.bench.results import Column, Results
 from pallas_kernels.layers.weights import FORMATS, Kind
 
 DRAFTERS: dict[str, Callable[..., Drafter]] = {
@@ -266,7 +266,7 @@ def models_of(cases: Sequence[StepCase]) -> tuple[Model, Any]:
     return random_models.random_target(first.shape, first.dtype, first.quantize, mesh=mesh), head
 
 
-def run(arguments: argparse.Namespace) -> Report:
+def run(arguments: argparse.Namespace) -> Results:
     cases, profile = cases_of(arguments), arguments.profile
     folders = [profile and profile / str(number) for number in range(1, len(cases) + 1)]
 
@@ -280,4 +280,4 @@ def run(arguments: argparse.Namespace) -> Report:
             yield from (measure(case, target, head, profile=folder) for case, folder in pairs)
             del target, head  # the next shape needs the memory
 
-    return Report("ms a step, random weights, acceptance about 0", timings(), traces, count=len(cases))
+    return Results("ms a step, random weights, acceptance about 0", timings(), traces, count=len(cases))

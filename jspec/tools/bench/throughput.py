@@ -30,7 +30,7 @@ from jspec.step import decode
 from jspec.step.program import Params, Program, init_state, view_of
 from jspec.tools.bench import step
 from jspec.tools.bench.options import ROW_TOKENS
-from jspec.tools.bench.report import Column, Report
+from jspec.tools.bench.results import Column, Results
 
 REPEATS = 3
 ABOUT = "SYNTHETIC acceptance: drafts of random weights are accepted at random, at stated rates"
@@ -164,9 +164,9 @@ def run_steps(
     return state, seconds, StepResult.read(np.concatenate([np.asarray(report) for report in reports]))
 
 
-def run(arguments: argparse.Namespace) -> Report:
+def run(arguments: argparse.Namespace) -> Results:
     a = arguments
     cases = [ThroughputCase(case, rates_of(case.tree, a.positions), a.tokens, a.seed) for case in step.cases_of(a)]
     target, head = step.models_of([case.point for case in cases])
     results = (measure(case, target, head) for case in cases)
-    return Report(f"tokens/s; {ABOUT}", results, about={"acceptance": ABOUT})
+    return Results(f"tokens/s; {ABOUT}", results, about={"acceptance": ABOUT})

@@ -16,10 +16,10 @@ import pytest
 from jspec import Tree
 from jspec.__main__ import main
 from jspec.models.mlps.mlp_config import Dense
-from jspec.tools.bench import options, random_models, report, step
+from jspec.tools.bench import options, random_models, results, step
 from jspec.tools.bench.cli import COMMANDS
 from jspec.tools.bench.inflate.grow import GrownSizes
-from jspec.tools.bench.report import Column, Report
+from jspec.tools.bench.results import Column, Results
 from jspec.tools.command_line import make_parser
 from jspec.tools.convert_command import STORED
 from pallas_kernels.layers.weights import EXPERT_KINDS, KINDS
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.once
 
 @dataclass(frozen=True)
 class Inner:
-    tree: Annotated[Tree | None, Column("tree", report.tree_name)]
+    tree: Annotated[Tree | None, Column("tree", results.tree_name)]
     context: float
 
 
@@ -37,7 +37,7 @@ class Inner:
 class ReportedResult:
     inner: Inner
     share: Annotated[float | None, Column("share", ".0%")]
-    never: Annotated[float | None, Column("never", report.scaled(1e3, ".1f"))] = None
+    never: Annotated[float | None, Column("never", results.scaled(1e3, ".1f"))] = None
 
 
 RESULTS = [ReportedResult(Inner(None, math.inf), 0.25), ReportedResult(Inner(Tree.chain(2), 8), math.nan)]
@@ -48,17 +48,17 @@ PLAIN = [
 
 
 def test_report_table_leaves_out_columns_without_values() -> None:
-    lines = report.table_of([*RESULTS, ReportedResult(RESULTS[0].inner, None)]).splitlines()
+    lines = results.table_of([*RESULTS, ReportedResult(RESULTS[0].inner, None)]).splitlines()
     rows = [["tree", "share"], ["none", "25%"], ["chain:2", "nan%"], ["none"]]
     assert [line.split() for line in lines if "-" not in line] == rows
-    assert report.table_of([ReportedResult(Inner(None, 1.0), None, 0.002)]).splitlines()[2].split() == ["none", "2.0"]
-    assert report.table_of([{"no": "record"}]) == ""
+    assert results.table_of([ReportedResult(Inner(None, 1.0), None, 0.002)]).splitlines()[2].split() == ["none", "2.0"]
+    assert results.table_of([{"no": "record"}]) == ""
 
 
 def test_report_records_are_converted_to_json_values() -> None:
-    assert json.loads(json.dumps(report.plain(RESULTS))) == PLAIN
+    assert json.loads(json.dumps(results.plain(RESULTS))) == PLAIN
     named = {"file": Path("a"), "column": Column("a", "b"), "ks": (1, 2)}
-    assert report.plain(named) == {"file": "a", "column": {"heading": "a", "format": "b"}, "ks": [1, 2]}
+    assert results.plain(named) == {"file": "a", "column": {"heading": "a", "format": "b"}, "ks": [1, 2]}
 
 
 def test_report_command_prints_table_and_writes_json_result_by_result(
@@ -72,11 +72,11 @@ def test_report_command_prints_table_and_writes_json_result_by_result(
         seen.append((capsys.readouterr(), json.loads(path.read_text())["results"]))
         yield from RESULTS[1:2]
 
-    assert report.measure(Report("what", measured(), "after", {"seed": 3}, count=2), path) == 0
+    assert results.measure(Results("what", measured(), "after", {"seed": 3}, count=2), path) == 0
     assert seen == [(("", "what\n"), []), (("", "row  tree  share\n1 of 2  none  25%\n"), PLAIN[:1])]
     printed, written = capsys.readouterr().out.splitlines(), json.loads(path.read_text())
-    assert printed[0] == f"what; {report.environment_text()}" and printed[-1] == "after" and len(printed) == 6
-    assert written == {"environment": report.environment(), "seed": 3, "results": PLAIN}
+    assert printed[0] == f"what; {results.environment_text()}" and printed[-1] == "after" and len(printed) == 6
+    assert written == {"environment": results.environment(), "seed": 3, "results": PLAIN}
 
 
 @pytest.mark.parametrize(
@@ -90,10 +90,10 @@ def test_report_command_prints_table_and_writes_json_result_by_result(
 def test_report_environment_line_names_device_and_its_rates(
     kind: str, floors: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(report.jax, "devices", lambda: [SimpleNamespace(device_kind=kind, platform="gpu")])
-    text = report.environment_text()
+    monkeypatch.setattr(results.jax, "devices", lambda: [SimpleNamespace(device_kind=kind, platform="gpu")])
+    text = results.environment_text()
     assert text.startswith(f"device: {kind} (gpu), jax ") and text.endswith(f"; floors: {floors}")
-    assert report.environment()["device"] == kind
+    assert results.environment()["device"] == kind
 
 
 def parser_of(command: str) -> Any:

@@ -56,7 +56,7 @@ def cells(record: Any) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class Report:
+class Results:
     """The results of a command; the JSON file holds all their fields, the printed table those with a column."""
 
     headline: str  # printed before the table, followed by the environment
@@ -66,7 +66,7 @@ class Report:
     count: int | None = None  # number of the results, if it is known beforehand
 
 
-def measure(report: Report, file: Path | None) -> int:
+def measure(report: Results, file: Path | None) -> int:
     """Measure, print the table, write the JSON file if there is one; return the exit code, 0.
 
     What is measured one after the other goes to the JSON file and to the standard error at once: first the headline,
