@@ -91,6 +91,7 @@ def _run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     try:
         with log_lines() if arguments.command in ("demo", "generate", "chat", "serve", "train") else nullcontext():
             processes.join(arguments)
+            arguments.words = tuple(words)
             status = arguments.run(arguments)
             print(end="", flush=True)  # here, where a broken pipe is handled
             return status

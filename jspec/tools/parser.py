@@ -40,7 +40,10 @@ EXAMPLES = {  # two example command lines for the help of each command
         "bench acceptance --accept coupled --tree chain:4 --samples 1",
         "bench acceptance --draft dflash --tree chain:7 topk:16,4,4 --accept coupled",
     ),
-    "jspec bench throughput": ("bench throughput", "bench throughput --positions 0.8,0.6,0.5,0.4"),
+    "jspec bench report": (
+        "bench report",
+        f"bench report --target {TARGET} --head {HEAD} --prompts mt-bench,gsm8k --batch 1,8 --out report",
+    ),
     "jspec bench serve": ("bench serve --slots 4", "bench serve --rate 2 --tree none chain:4"),
     "jspec bench inflate": ("bench inflate demo large", "bench inflate demo large --head demo --head-out large-head"),
 }

@@ -82,6 +82,13 @@ def test_gpu_clock_with_unknown_nvidia_smi_output_is_none(smi: Path, lines: list
     assert watched(smi, lines) is None
 
 
+@pytest.mark.parametrize(("answer", "watts"), [("700.00", 700.0), ("[N/A]", None), ("", None)])
+def test_gpu_power_limit_is_that_of_nvidia_smi_or_none(smi: Path, answer: str, watts: float | None) -> None:
+    (smi / "answer").write_text(f"{answer}\n")
+    assert profiling.power_limit() == watts
+    assert "--query-gpu=power.limit " in (smi / "asked").read_text()
+
+
 def test_gpu_clock_without_gpu_does_not_start_nvidia_smi(smi: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(platform="cpu")])
     assert watched(smi, ANSWER) is None and not (smi / "asked").exists()

@@ -1,4 +1,4 @@
-"""`jspec bench`: its six commands."""
+"""`jspec bench`: its commands."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from typing import Any
 
 from jspec.tools.bench.options import OPTIONS, Option, file_option
 
+JSON = file_option("--json", "JSON file for the results; default: none")
+
 COMMANDS = {  # help of each command
     "step": "time of a decoding step beside its floor",
     "kernels": "attention and products by themselves, beside their floors",
     "acceptance": "how much is accepted",
-    "throughput": "tokens/s at a stated, synthetic acceptance",
+    "report": "drafted beside plain decoding of real prompts: a table and a picture to show",
     "serve": "latencies, throughput and acceptance of an engine",
     "inflate": "a small model in a larger shape that computes the same",
 }
@@ -24,12 +26,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the six subcommands of `jspec bench` on a parser."""
     commands: Any = parser.add_subparsers(dest="bench", required=True)
     for name, about in COMMANDS.items():
-        commands.add_parser(name, help=about, declare=partial(declare, OPTIONS[name]))
+        options = OPTIONS[name] if name == "report" else (*OPTIONS[name], JSON)
+        commands.add_parser(name, help=about, declare=partial(declare, options))
 
 
 def declare(options: Sequence[Option], parser: argparse.ArgumentParser) -> None:
     """Declare the options of a subcommand on its parser."""
-    for flags, settings in (*options, file_option("--json", "JSON file for the results; default: none")):
+    for flags, settings in options:
         parser.add_argument(*flags, **settings)
     parser.set_defaults(run=run)
 
@@ -38,6 +41,6 @@ def run(arguments: argparse.Namespace) -> int:
     """Run a subcommand, whose module is imported first; return the exit status."""
     from jspec.tools.bench.results import measure
 
-    name = arguments.measure if arguments.bench == "step" else arguments.bench
+    name = arguments.bench
     module = import_module(f"jspec.tools.bench.{'inflate.convert' if name == 'inflate' else name}")
-    return measure(module.run(arguments), arguments.json)
+    return measure(module.run(arguments), arguments.out / "report.json" if name == "report" else arguments.json)

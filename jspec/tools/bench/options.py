@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from jspec.core.config import ACCEPT_RULES, IMPLEMENTATIONS, KV_DTYPES, QUANTIZE
-from jspec.core.tree import TREE_FORMS, Tree
+from jspec.core.tree import DEFAULT_TREE, TREE_FORMS, Tree
 from jspec.tools.options import LOOKUP
 
 T = TypeVar("T")
@@ -84,13 +84,15 @@ def tree_name(tree: Tree | None) -> str:
 TREES = partial(option, "--tree", type=or_none(Tree.parse), nargs="+", metavar="TREE", help=f"none, {TREE_FORMS}")
 
 
+PUBLIC_SETS, SAMPLE = ("mt-bench", "gsm8k", "humaneval"), "sample"
 PROMPT_FIELDS = "turns (a list of texts, of which the first is taken), prompt (a text) or question (a text)"
+PROMPTS = f"{', '.join(PUBLIC_SETS)}, {SAMPLE}: of this package, or a file of JSON lines with {PROMPT_FIELDS}"
 DRAFT = "head, draft model, ngram or suffix; dflash: the embedded DFlash head; default: the embedded EAGLE-3 head"
 PAIR = (
     option("--target", metavar="PATH", help='folder, hub id or "demo"; default: the embedded one'),
     option("--tokenizer", help='"bytes" for byte-level models; default: the folder\'s own'),
     option("--dtype", help="dtype of the weights; default: float32 on CPU, bfloat16 elsewhere"),
-    option("--draft", metavar="PATH", help=DRAFT),
+    option("--draft", "--head", metavar="PATH", help=DRAFT),
 )
 
 
@@ -126,18 +128,7 @@ def _shape(text: str) -> str:
 
 SHAPE_FORM: dict[str, Any] = dict(type=_shape, metavar="NAME")
 SHAPE_HELP = f"model sizes: {', '.join(SHAPES)}; NAME:16 has 16 layers alone"
-SHAPE = option("--shape", **SHAPE_FORM, help=f"{SHAPE_HELP}; {DEFAULT_SHAPE}")
 IMPLEMENTATION = option("--implementation", choices=IMPLEMENTATIONS, default="auto", help="of the kernels")
-MODEL_OPTIONS = (
-    SHAPE,
-    option("--batch", type=counts, default=[1], metavar="1,8,32", help="rows of the batch"),
-    TREES(default=[None, Tree.chain(4)]),
-    option("--dtype", default="bfloat16", help="dtype of the weights"),
-    option("--quantize", choices=QUANTIZE, help="quantise target and head, or by mxfp4 experts alone; default: no"),
-    option("--draft-quantize", choices=KINDS, help="quantise the head alone; default: as --quantize"),
-    option("--kv-dtype", choices=KV_DTYPES, help="dtype of both caches; default: the weights' dtype"),
-    IMPLEMENTATION,
-)
 POINT_OPTIONS = (
     option("--context", type=counts, default=[1024], metavar="1024", help="committed tokens of a row or sequence"),
     option("--page-size", type=counts, default=[16], metavar="16", help="tokens of a cache page"),
@@ -156,10 +147,15 @@ KERNELS = (
     option("--quantize", choices=KINDS, help="quantise the products' weights; default: no"),
     IMPLEMENTATION,
 )
-ROW_TOKENS = 256
 STEP = (
     option("--shape", **SHAPE_FORM, nargs="+", help=f"{SHAPE_HELP}; {DEFAULT_SHAPE}"),
-    *MODEL_OPTIONS[1:],
+    option("--batch", type=counts, default=[1], metavar="1,8,32", help="rows of the batch"),
+    TREES(default=[None, Tree.chain(4)]),
+    option("--dtype", default="bfloat16", help="dtype of the weights"),
+    option("--quantize", choices=QUANTIZE, help="quantise target and head, or by mxfp4 experts alone; default: no"),
+    option("--draft-quantize", choices=KINDS, help="quantise the head alone; default: as --quantize"),
+    option("--kv-dtype", choices=KV_DTYPES, help="dtype of both caches; default: the weights' dtype"),
+    IMPLEMENTATION,
     *POINT_OPTIONS,
     option("--idle", type=ints, default=[0], metavar="0,7", help="rows of the batch without a request"),
     option("--depth", type=int, help="depth at which steps cut their trees, 0: draft nothing; default: the tree's"),
@@ -169,28 +165,16 @@ STEP = (
     option("--tensor-parallel", type=int, default=1, metavar="N", help="devices over which weights are divided"),
     option("--sampled", action="store_true", help="temperature 1 instead of greedy"),
     option("--profile", type=Path, metavar="DIR", help="trace steps of each table row into DIR/ROW; default: no trace"),
-    option("--measure", choices=("step", "startup"), default="step", help="a step, or the start of an engine"),
 )
 
-
-def _rates(text: str) -> list[float]:
-    return [float(part) for part in text.split(",")]
-
-
-THROUGHPUT = (
-    *MODEL_OPTIONS,
-    *POINT_OPTIONS,
-    option("--tokens", type=count, default=ROW_TOKENS, help="tokens that each row emits"),
-    option("--positions", type=_rates, default=".75,.55,.42,.31", help="share of the steps that accept each position"),
-    option("--seed", type=int, default=0, help="seed of the acceptance"),
-)
 
 AUTO = "auto"
 NUM_PROMPTS = 500
+_floats = with_message(lambda text: [float(part) for part in text.split(",")])
 _depth = or_none(lambda word: word if word == AUTO else int(word))
 
 SERVE = (
-    file_option("--prompts", f"JSON lines with {PROMPT_FIELDS}, whose answers end as usual; default: random tokens"),
+    option("--prompts", metavar="SET", help=f"{PROMPTS}; their answers end as usual; default: random tokens"),
     option("--num-prompts", type=count, help=f"number of requests; default: all of --prompts, {NUM_PROMPTS} otherwise"),
     option("--chat", action="store_true", help="lay --prompts out by the tokenizer's chat template"),
     file_option("--text", "prompts are parts of it; default: random tokens"),
@@ -209,6 +193,39 @@ SERVE = (
     option("--slots", type=count, default=32, help="requests that run at once"),
     option("--page-size", type=count, default=16, help="tokens of a cache page"),
     option("--prefill-budget", type=count, help="prompt tokens between two steps; default: the engine's"),
+)
+
+DEMO_REPORT = dict(prompts=[SAMPLE], batch=[1, 8], tokens=64, tree=Tree.chain(3))  # a minute or two on a CPU
+REPORT_DEFAULTS = dict(prompts=PUBLIC_SETS, batch=[1, 8, 32, 64], tokens=256, tree=DEFAULT_TREE)
+
+
+def _for(name: str) -> str:
+    """Return the words of the help for a default of the report that the demo's target changes."""
+    here, other = (
+        str(value[name]).translate(str.maketrans("", "", "[]()' ")) for value in (DEMO_REPORT, REPORT_DEFAULTS)
+    )
+    return f"default: {other}, for the demo {here}"
+
+
+REPORT = (
+    option(
+        "--out", type=Path, default="report", metavar="DIR", help="folder for report.json, report.md and report.svg"
+    ),
+    option("--against", type=Path, metavar="DIR", help="folder of an earlier report to compare with; default: none"),
+    option("--prompts", type=lambda text: text.split(","), metavar="SET,...", help=f"{PROMPTS}; {_for('prompts')}"),
+    option("--num-prompts", type=count, help="number of prompts of each set; default: all"),
+    option("--chat", choices=("yes", "no"), help="use the chat template; default: yes if the tokenizer has one"),
+    option("--batch", type=counts, metavar="1,8", help=f"numbers of requests that run at once; {_for('batch')}"),
+    option("--temperature", type=_floats, default="0,1", metavar="0,1", help="temperatures, 0: greedy"),
+    option("--tokens", type=count, help=f"tokens of an answer at most; {_for('tokens')}"),
+    option("--repeats", type=count, default=1, help="times that each load is served, both engines in turns"),
+    option("--seed", type=int, default=0, help="seed of the first request of each set"),
+    option("--tree", type=with_message(Tree.parse), metavar="TREE", help=f"{TREE_FORMS}; {_for('tree')}"),
+    option("--accept", choices=ACCEPT_RULES, default=ACCEPT_RULES[0], help="accept rule"),
+    option("--deterministic", action="store_true", help="engines whose tokens are the same in every program"),
+    option("--draft-quantize", choices=KINDS, help="quantise the head's weights; default: no"),
+    option("--draft-window", type=count, metavar="W", help="newest tokens that the drafter sees; default: all"),
+    *LOOKUP,
 )
 
 SIZE_HELP = "size of the written target; default: that of --shape"
@@ -232,7 +249,7 @@ OPTIONS = {  # by command
     "step": STEP,
     "kernels": KERNELS,
     "acceptance": (*ACCEPTANCE, *PAIR),
-    "throughput": THROUGHPUT,
+    "report": (*REPORT, *PAIR),
     "serve": (*SERVE, *PAIR),
     "inflate": INFLATE,
 }

@@ -64,10 +64,11 @@ class Results:
     text: str | Callable[[Sequence[Any]], str] = ""  # text printed after the table, or a function of the results
     about: Mapping[str, Any] = field(default_factory=dict)  # further members of the JSON object
     count: int | None = None  # number of the results, if it is known beforehand
+    failed: Callable[[Sequence[Any]], bool] = lambda results: False  # whether the results show a fault
 
 
 def measure(report: Results, file: Path | None) -> int:
-    """Measure, print the table, write the JSON file if there is one; return the exit code, 0.
+    """Measure, print the table, write the JSON file if there is one; return the exit status, 1 if the results failed.
 
     What is measured one after the other goes to the JSON file and to the standard error at once: first the headline,
     then with the first row the columns' headings, and before each row its number.
@@ -93,7 +94,7 @@ def measure(report: Results, file: Path | None) -> int:
     text = report.text if isinstance(report.text, str) else report.text(results)
     parts = (f"{report.headline}; {environment_text()}", table_of(results), text)
     print("\n".join(part for part in parts if part))
-    return 0
+    return int(report.failed(results))
 
 
 def environment() -> dict[str, str | None]:
