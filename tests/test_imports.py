@@ -34,7 +34,7 @@ SUB_FLOORS = {  # of packages that are divided, from the lowest floor up
     ),
     "jspec.engine": (("text", "grammar"), ("request",), ("schedule", "reading"), ("input",), ("run",), ("callers",)),
     "jspec.draft": (
-        ("base", "best_nodes", "head_config"),
+        ("base", "best_nodes", "head_config", "published"),
         ("draft_vocab", "elsewhere", "expand_tree", "head_pair", "matches", "match_rates"),
         ("prediction",),
         ("lookup", "eagle_head", "dflash_head", "expand_block", "pretrained"),

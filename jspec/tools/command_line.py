@@ -24,6 +24,7 @@ COMMANDS = {  # help of each command; its module declares the options, and is im
     "train": "train a draft head for a target",
     "bench": "measure",
     "info": "describe a checkpoint folder, or measure how well a head fits",
+    "heads": "list published draft heads by their target",
     "convert": "write an orbax folder",
 }
 MODULES = {  # else jspec.tools.COMMAND

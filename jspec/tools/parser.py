@@ -26,6 +26,7 @@ EXAMPLES = {  # two example command lines for the help of each command
         f"train --target {TARGET} --data chats.jsonl --out head --draft-vocab 32000",
     ),
     "jspec info": ("info demo", f"info --check {HEAD} {TARGET}"),
+    "jspec heads": ("heads", "heads Qwen/Qwen3-8B"),
     "jspec convert": (
         "convert path/to/target path/to/converted --dtype bfloat16",
         "convert path/to/target path/to/converted --quantize fp8 --overwrite",
