@@ -9,8 +9,8 @@ from jspec.draft.published import PublishedHead, heads_of, model_name, published
 from jspec.tools.table import table
 
 HEADING = ("target", "draft with", "note", "source: repository of GitHub, commit, file")
-ABOUT = """These rows are what their sources say, where their names were checked. Not loaded by us: nobody here has read the
-weights of these heads. Measure one on its target before you rely on it: jspec info --check HEAD TARGET"""
+ABOUT = """These rows are what their sources say, where their names were checked. Not loaded by us: nobody here has read
+the weights of these heads. Measure one on its target before you rely on it: jspec info --check HEAD TARGET"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -36,7 +36,6 @@ EXAMPLES = {  # two example command lines for the help of each command
         "bench step --shape tiny --batch 1,4 --tree none chain:4",
     ),
     "jspec bench step": ("bench step", "bench step --batch 1,8,32 --tree none chain:4 --json step.json"),
-    "jspec bench kernels": ("bench kernels --kernel attention", "bench kernels --kernel gemm --rows 1,5,61"),
     "jspec bench acceptance": (
         "bench acceptance --accept coupled --tree chain:4 --samples 1",
         "bench acceptance --draft dflash --tree chain:7 topk:16,4,4 --accept coupled",

@@ -16,7 +16,7 @@ import pytest
 
 from jspec import Tree
 from jspec.__main__ import main
-from jspec.tools import demo, plot
+from jspec.tools import demo, plot, report_figure
 from jspec.tools.bench import report, report_files
 from jspec.tools.bench.load import Log
 from jspec.tools.bench.report import Comparison, requests_of
@@ -43,9 +43,9 @@ class Made(NamedTuple):
 def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     folder, rows, calls = tmp_path_factory.mktemp("report"), list[Comparison](), list[Any]()
 
-    def compare(*arguments: Any, **options: Any) -> Comparison:
-        calls.append((arguments, options))
-        rows.append(compute(*arguments, **options))
+    def compare(*arguments: Any) -> Comparison:
+        calls.append(arguments)
+        rows.append(compute(*arguments))
         return rows[-1]
 
     compute: Callable[..., Comparison] = report.compare
@@ -68,7 +68,7 @@ def test_report_requests_are_whole_sets_with_different_seeds_that_fill_the_batch
 def test_report_rates_and_speed_ups_are_those_of_the_engines_logs(made: Made) -> None:
     """Tokens are counted in the requests; of two repeats the speed-up is the mean of both ratios."""
     assert [(row.prompts, row.temperature, row.batch) for row in made.rows] == CASES
-    for row, ((_, logs, *_), _) in zip(made.rows, made.calls, strict=True):
+    for row, (_, logs, *_) in zip(made.rows, made.calls, strict=True):
         rates = [[sum(len(s.request.token_ids) for s in log.served) / log.seconds for log in logs] for logs in logs]
         ratios = [drafted / plain for plain, drafted in rates]
         assert row.speed_ups == pytest.approx(ratios) and row.speed_up == pytest.approx(sum(ratios) / 2)
@@ -82,10 +82,10 @@ def test_report_rates_and_speed_ups_are_those_of_the_engines_logs(made: Made) ->
 
 def test_report_acceptance_and_its_error_are_those_of_the_rounds_of_each_prompt(made: Made) -> None:
     """A ratio's jackknife: each prompt, with all requests that repeat it, is left out in turn."""
-    for row, ((_, logs, arrivals, _), options) in zip(made.rows, made.calls, strict=True):
+    for row, (_, logs, arrivals, _, prompts, _) in zip(made.rows, made.calls, strict=True):
         log = next(drafted for _, drafted in logs if drafted.output_tokens / drafted.seconds == row.drafted_rate)
         by_arrival = {id(one.arrival): one.request.metrics for one in log.served}
-        counts = np.zeros((options["prompts"], 2))
+        counts = np.zeros((prompts, 2))
         for index, arrival in enumerate(arrivals):
             metrics = by_arrival[id(arrival)]
             counts[index % 3] += metrics.num_accepted_tokens, metrics.num_drafts
@@ -99,10 +99,10 @@ def test_report_acceptance_and_its_error_are_those_of_the_rounds_of_each_prompt(
 
 
 def test_report_tokens_of_drafted_decoding_are_those_of_plain_decoding(made: Made) -> None:
-    for row, ((_, logs, *_), _) in zip(made.rows, made.calls, strict=True):
+    for row, (_, logs, *_) in zip(made.rows, made.calls, strict=True):
         answers = [{id(s.arrival): s.request.token_ids for s in log.served} for pair in logs for log in pair]
         assert all(one == answers[0] for one in answers) and (row.equal, row.tokens) == (row.requests, "all")
-    sampled = [made.calls[i][0][1][0][1].served for i in (1, 3)]
+    sampled = [made.calls[i][1][0][1].served for i in (1, 3)]
     texts = [sorted(tuple(s.request.token_ids) for s in served) for served in sampled]
     assert texts[0] != texts[1], "negative control: temperature 1 has other tokens"
 
@@ -118,10 +118,9 @@ def changed(log: Log) -> Log:
 def test_report_with_one_wrong_token_says_so_and_fails_if_the_rule_promises_it(
     made: Made, promises: bool, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    (where, logs, *more), options = made.calls[1]
-    wrong = report.compare(
-        where, [logs[0], [logs[1][0], changed(logs[1][1])]], *more, **options | {"promises": promises}
-    )
+    where, logs, arrivals, tree, prompts, _ = made.calls[1]
+    logs = [logs[0], [logs[1][0], changed(logs[1][1])]]
+    wrong = report.compare(where, logs, arrivals, tree, prompts, promises)
     monkeypatch.setattr(report, "measure", lambda *_, **__: iter([made.rows[0], wrong]))
     monkeypatch.setattr(demo, "WIDTH", WIDTH)
     assert main([*WORDS, "--out", str(tmp_path)]) == status
@@ -150,15 +149,15 @@ def test_report_files_have_every_figure_the_machine_and_the_command(made: Made) 
 
 def test_report_picture_has_the_same_bytes_twice_no_date_and_no_background(made: Made, tmp_path: Path) -> None:
     picture = (made.folder / "report.svg").read_bytes()
-    report_files.draw(made.rows, tmp_path / "again.svg")
+    report_figure.draw(made.rows, tmp_path / "again.svg")
     assert (tmp_path / "again.svg").read_bytes() == picture
-    report_files.draw([replace(row, speed_up=9.0) for row in made.rows], tmp_path / "other.svg")
+    report_figure.draw([replace(row, speed_up=9.0) for row in made.rows], tmp_path / "other.svg")
     assert (tmp_path / "other.svg").read_bytes() != picture, "negative control"
     root = ElementTree.fromstring(picture)
     assert root.attrib["width"] == "450pt", "600 pixels"
     assert b"<dc:date>" not in picture
     fills = set(re.findall(r"fill: (#\w+)", picture.decode()))
-    assert report_files.GREY in fills and not fills & {"#ffffff", "#000000"}
+    assert report_figure.GREY in fills and not fills & {"#ffffff", "#000000"}
 
 
 def test_report_against_an_earlier_one_of_the_same_load_says_what_changed(
@@ -221,9 +220,9 @@ def test_report_command_without_matplotlib_names_the_extra_at_once(
 
 
 def test_report_error_of_the_acceptance_of_one_prompt_is_not_a_number(made: Made) -> None:
-    ((where, logs, arrivals, tree), options) = made.calls[0]
+    where, logs, arrivals, tree, *_ = made.calls[0]
     one = [arrivals[0]]
     logs = [[log._replace(served=[s for s in log.served if s.arrival is one[0]]) for log in pair] for pair in logs]
     assert tree == Tree.chain(2)
-    row = report.compare(where, logs, one, tree, **options | {"prompts": 1})
+    row = report.compare(where, logs, one, tree, 1, True)
     assert np.isnan(row.error) and row.length >= 1 and row.requests == 1

@@ -37,7 +37,7 @@ class Inner:
 class ReportedResult:
     inner: Inner
     share: Annotated[float | None, Column("share", ".0%")]
-    never: Annotated[float | None, Column("never", results.scaled(1e3, ".1f"))] = None
+    never: Annotated[float | None, Column("never", ".1f")] = None
 
 
 RESULTS = [ReportedResult(Inner(None, math.inf), 0.25), ReportedResult(Inner(Tree.chain(2), 8), math.nan)]
@@ -51,7 +51,7 @@ def test_report_table_leaves_out_columns_without_values() -> None:
     lines = results.table_of([*RESULTS, ReportedResult(RESULTS[0].inner, None)]).splitlines()
     rows = [["tree", "share"], ["none", "25%"], ["chain:2", "nan%"], ["none"]]
     assert [line.split() for line in lines if "-" not in line] == rows
-    assert results.table_of([ReportedResult(Inner(None, 1.0), None, 0.002)]).splitlines()[2].split() == ["none", "2.0"]
+    assert results.table_of([ReportedResult(Inner(None, 1.0), None, 2.0)]).splitlines()[2].split() == ["none", "2.0"]
     assert results.table_of([{"no": "record"}]) == ""
 
 
@@ -126,7 +126,7 @@ def test_bench_option_of_every_command_has_help_with_its_default(command: str) -
         ("step --shape tiny:x", "argument --shape: expected one of deepseek-v2-lite, "),
         ("serve --shape larger", "tiny-moe, or NAME:LAYERS, got larger"),
         ("serve --repeats 0", "argument --repeats: expected at least 1, got 0"),
-        ("kernels --heads 1,2", "argument --heads: invalid count value: '1,2'"),
+        ("step --tensor-parallel a", "argument --tensor-parallel: invalid int value: 'a'"),
     ],
 )
 def test_bench_option_with_wrong_value_prints_what_was_expected(

@@ -8,13 +8,10 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from jspec.tools.bench.options import OPTIONS, Option, file_option
-
-JSON = file_option("--json", "JSON file for the results; default: none")
+from jspec.tools.bench.options import OPTIONS, Option
 
 COMMANDS = {  # help of each command
     "step": "time of a decoding step beside its floor",
-    "kernels": "attention and products by themselves, beside their floors",
     "acceptance": "how much is accepted",
     "report": "drafted beside plain decoding of real prompts: a table and a picture to show",
     "serve": "latencies, throughput and acceptance of an engine",
@@ -23,11 +20,10 @@ COMMANDS = {  # help of each command
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the six subcommands of `jspec bench` on a parser."""
+    """Declare the subcommands of `jspec bench` on a parser."""
     commands: Any = parser.add_subparsers(dest="bench", required=True)
     for name, about in COMMANDS.items():
-        options = OPTIONS[name] if name == "report" else (*OPTIONS[name], JSON)
-        commands.add_parser(name, help=about, declare=partial(declare, options))
+        commands.add_parser(name, help=about, declare=partial(declare, OPTIONS[name]))
 
 
 def declare(options: Sequence[Option], parser: argparse.ArgumentParser) -> None:

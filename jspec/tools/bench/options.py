@@ -81,6 +81,7 @@ def tree_name(tree: Tree | None) -> str:
     return str(tree).lower()
 
 
+_tree = with_message(Tree.parse)
 TREES = partial(option, "--tree", type=or_none(Tree.parse), nargs="+", metavar="TREE", help=f"none, {TREE_FORMS}")
 
 
@@ -95,17 +96,15 @@ PAIR = (
     option("--draft", "--head", metavar="PATH", help=DRAFT),
 )
 
-
 STATIC = "static:0,1,2,0.0,0.1,1.0,0.0.0,0.0.1,0.1.0,0.0.0.0,0.0.0.1"
 MEASURED = tuple(Tree.parse(text) for text in ("chain:4", STATIC, "topk:16,4,4"))
 TEMPERATURES = (0.0, 0.5, 1.0)
 TOKENS = 64  # tokens of each completion
 SAMPLES = 4  # completions a prompt at temperatures above 0
 
-
 ACCEPTANCE = (
     option("--accept", nargs="+", choices=ACCEPT_RULES, default=ACCEPT_RULES, metavar="RULE", help="accept rules"),
-    option("--tree", type=with_message(Tree.parse), nargs="+", default=MEASURED, metavar="TREE", help=TREE_FORMS),
+    option("--tree", type=_tree, nargs="+", default=MEASURED, metavar="TREE", help=TREE_FORMS),
     option("--temperature", type=float, nargs="+", default=TEMPERATURES, help="temperatures, 0: greedy"),
     option("--tokens", type=count, default=TOKENS, help="tokens of each completion"),
     option("--samples", type=count, default=SAMPLES, help="completions a prompt at temperatures above 0"),
@@ -133,20 +132,6 @@ POINT_OPTIONS = (
     option("--context", type=counts, default=[1024], metavar="1024", help="committed tokens of a row or sequence"),
     option("--page-size", type=counts, default=[16], metavar="16", help="tokens of a cache page"),
 )
-KERNELS = (
-    option("--kernel", nargs="+", choices=("attention", "gemm"), default=("attention", "gemm"), help="what is timed"),
-    option("--shape", choices=DENSE, help=f"model sizes; {DEFAULT_SHAPE}"),
-    option("--rows", type=counts, default="1,5", metavar="1,5", help="rows of a product, new tokens a sequence"),
-    option("--batch", type=counts, default="1,8,32,64", metavar="1,8", help="sequences in attention"),
-    *POINT_OPTIONS,
-    option("--head-dim", type=counts, metavar="64,128", help="channels of a head; default: the shape's"),
-    option("--heads", type=count, help="query heads; default: the shape's"),
-    option("--kv-heads", type=count, help="key and value heads; default: the shape's"),
-    option("--dtype", default="bfloat16", help="dtype of activations and weights"),
-    option("--kv-dtype", choices=KV_DTYPES, help="dtype of attention's caches; default: --dtype"),
-    option("--quantize", choices=KINDS, help="quantise the products' weights; default: no"),
-    IMPLEMENTATION,
-)
 STEP = (
     option("--shape", **SHAPE_FORM, nargs="+", help=f"{SHAPE_HELP}; {DEFAULT_SHAPE}"),
     option("--batch", type=counts, default=[1], metavar="1,8,32", help="rows of the batch"),
@@ -167,10 +152,10 @@ STEP = (
     option("--profile", type=Path, metavar="DIR", help="trace steps of each table row into DIR/ROW; default: no trace"),
 )
 
-
 AUTO = "auto"
 NUM_PROMPTS = 500
 _floats = with_message(lambda text: [float(part) for part in text.split(",")])
+_texts = with_message(lambda text: text.split(","))
 _depth = or_none(lambda word: word if word == AUTO else int(word))
 
 SERVE = (
@@ -196,31 +181,19 @@ SERVE = (
 )
 
 DEMO_REPORT = dict(prompts=[SAMPLE], batch=[1, 8], tokens=64, tree=Tree.chain(3))  # a minute or two on a CPU
-REPORT_DEFAULTS = dict(prompts=PUBLIC_SETS, batch=[1, 8, 32, 64], tokens=256, tree=DEFAULT_TREE)
-
-
-def _for(name: str) -> str:
-    """Return the words of the help for a default of the report that the demo's target changes."""
-    here, other = (
-        str(value[name]).translate(str.maketrans("", "", "[]()' ")) for value in (DEMO_REPORT, REPORT_DEFAULTS)
-    )
-    return f"default: {other}, for the demo {here}"
-
-
+REPORT_DEFAULTS = dict(prompts=[*PUBLIC_SETS], batch=[1, 8, 32, 64], tokens=256, tree=DEFAULT_TREE)
 REPORT = (
-    option(
-        "--out", type=Path, default="report", metavar="DIR", help="folder for report.json, report.md and report.svg"
-    ),
+    option("--out", type=Path, default="report", metavar="DIR", help="folder for figures, table and picture"),
     option("--against", type=Path, metavar="DIR", help="folder of an earlier report to compare with; default: none"),
-    option("--prompts", type=lambda text: text.split(","), metavar="SET,...", help=f"{PROMPTS}; {_for('prompts')}"),
+    option("--prompts", type=_texts, metavar="SET,...", help=f"{PROMPTS}; default: the first three, demo: {SAMPLE}"),
     option("--num-prompts", type=count, help="number of prompts of each set; default: all"),
     option("--chat", choices=("yes", "no"), help="use the chat template; default: yes if the tokenizer has one"),
-    option("--batch", type=counts, metavar="1,8", help=f"numbers of requests that run at once; {_for('batch')}"),
+    option("--batch", type=counts, metavar="1,8", help="requests that run at once; default: 1,8,32,64, demo: 1,8"),
     option("--temperature", type=_floats, default="0,1", metavar="0,1", help="temperatures, 0: greedy"),
-    option("--tokens", type=count, help=f"tokens of an answer at most; {_for('tokens')}"),
+    option("--tokens", type=count, help="tokens of an answer at most; default: 256, demo: 64"),
     option("--repeats", type=count, default=1, help="times that each load is served, both engines in turns"),
     option("--seed", type=int, default=0, help="seed of the first request of each set"),
-    option("--tree", type=with_message(Tree.parse), metavar="TREE", help=f"{TREE_FORMS}; {_for('tree')}"),
+    option("--tree", type=_tree, metavar="TREE", help=f"{TREE_FORMS}; default: {DEFAULT_TREE}, demo: chain:3"),
     option("--accept", choices=ACCEPT_RULES, default=ACCEPT_RULES[0], help="accept rule"),
     option("--deterministic", action="store_true", help="engines whose tokens are the same in every program"),
     option("--draft-quantize", choices=KINDS, help="quantise the head's weights; default: no"),
@@ -245,11 +218,11 @@ INFLATE = (
     option("--overwrite", action="store_true", help="replace existing converted folders"),
 )
 
+JSON = file_option("--json", "JSON file for the results; default: none")
 OPTIONS = {  # by command
-    "step": STEP,
-    "kernels": KERNELS,
-    "acceptance": (*ACCEPTANCE, *PAIR),
+    "step": (*STEP, JSON),
+    "acceptance": (*ACCEPTANCE, *PAIR, JSON),
     "report": (*REPORT, *PAIR),
-    "serve": (*SERVE, *PAIR),
-    "inflate": INFLATE,
+    "serve": (*SERVE, *PAIR, JSON),
+    "inflate": (*INFLATE, JSON),
 }

@@ -85,6 +85,5 @@ class BenchPair:
     def encode(self, texts: Sequence[str], *, chat: bool) -> list[list[int]]:
         """Return the token ids of prompts, laid out by the tokenizer's chat template if ``chat``."""
         words = self.tokenizer
-        if chat:
-            return [list(words.chat([{"role": "user", "content": text}])) for text in texts]
-        return [list(words.encode(text)) for text in texts]
+        chats = [[{"role": "user", "content": text}] for text in texts]
+        return [list(words.chat(one)) for one in chats] if chat else [list(words.encode(text)) for text in texts]

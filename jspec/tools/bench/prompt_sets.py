@@ -33,14 +33,7 @@ def sample(count: int = SAMPLED, size: int = SAMPLE_SIZE) -> list[str]:
 
 
 def prompts_of(name: str, count: int | None = None) -> list[str]:
-    """Return the first ``count`` prompts of a set, all if None.
-
-    Args:
-        name: one of `PUBLIC_SETS`, `SAMPLE`, or a file as for `read_prompts`.
-
-    Raises:
-        ValueError, OSError: the set has fewer prompts, or its file cannot be read or is another one.
-    """
+    """Return the first ``count`` prompts, all if None, of one of `PUBLIC_SETS`, `SAMPLE`, or a file."""
     prompts = sample() if name == SAMPLE else read_prompts(_public(name) if name in PUBLIC_SETS else Path(name))
     if len(prompts) < (count or 1):
         raise ValueError(f"{name}: expected {count or 1} prompts or more, got {len(prompts)}")

@@ -56,6 +56,7 @@ LOAD = (
 )
 DRAFTING = ("draft", "tree", "accept", "draft_quantize", "draft_window", "lookup", "join")
 Prompts = Sequence[list[int]]  # token ids
+Where = tuple[str, float, int]  # name of the prompts, temperature, batch size
 
 
 def _medians(spreads: Sequence[Spread]) -> str:
@@ -94,18 +95,11 @@ def requests_of(prompts: Prompts, batch: int, temperature: float, tokens: int, s
 
 
 def compare(
-    where: tuple[str, float, int],
-    logs: Sequence[Sequence[Log]],
-    arrivals: Sequence[Arrival],
-    tree: Tree,
-    *,
-    prompts: int,
-    promises: bool,
+    where: Where, logs: Sequence[Sequence[Log]], arrivals: Sequence[Arrival], tree: Tree, prompts: int, promises: bool
 ) -> Comparison:
     """Return what two engines did with the same requests.
 
     Args:
-        where: name of the prompts, temperature and batch size.
         logs: for each repeat the log of plain decoding and that of drafted decoding.
         arrivals: the requests: the first ``prompts`` have different prompts, which those after them repeat.
         tree: draft tree.
@@ -153,37 +147,25 @@ def requests_in(log: Log, arrivals: Sequence[Arrival]) -> list[Request]:
 
 
 def measure(
-    pair: BenchPair,
-    drafter: Drafter,
-    sets: Mapping[str, Prompts],
-    temperatures: Sequence[float],
-    batches: Sequence[int],
-    *,
-    tokens: int,
-    accept: str,
-    repeats: int,
-    seed: int,
-    deterministic: bool,
+    pair: BenchPair, drafter: Drafter, sets: Mapping[str, Prompts], a: argparse.Namespace
 ) -> Iterator[Comparison]:
-    """Yield the comparison of each set of prompts, temperature and batch size; the options are the command's."""
-    sizes = tuple(sorted(set(batches)))
-    longest = max(len(prompt) for prompts in sets.values() for prompt in prompts)
-    options: dict[str, Any] = dict(slots=sizes[-1], buckets=sizes, max_len=longest + tokens, prefix_cache=False)
-    options |= dict(deterministic=deterministic)
+    """Yield the comparison of each set of prompts, temperature and batch size of the parsed command line."""
+    sizes, longest = sorted(set(a.batch)), max(len(prompt) for prompts in sets.values() for prompt in prompts)
+    options: dict[str, Any] = dict(slots=sizes[-1], buckets=tuple(sizes), max_len=longest + a.tokens)
+    options |= dict(prefix_cache=False, deterministic=a.deterministic)
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore", LowAcceptanceWarning)  # the table says it
         warnings.filterwarnings("ignore", message='accept="typical"')  # so does the report
-        engines = [pair.engine(None, **options), pair.engine(drafter, accept=accept, **options)]
+        engines = [pair.engine(None, **options), pair.engine(drafter, accept=a.accept, **options)]
         for engine in map(stack.enter_context, engines):
             warm_up(engine)
-        for (name, prompts), temperature, size in product(sets.items(), dict.fromkeys(temperatures), sizes):
-            arrivals = requests_of(prompts, size, temperature, tokens, seed)
+        for (name, prompts), temperature, size in product(sets.items(), dict.fromkeys(a.temperature), sizes):
+            arrivals = requests_of(prompts, size, temperature, a.tokens, a.seed)
             runs = [partial(serve, engine, arrivals, max_concurrency=size) for engine in engines]
-            logs = list(zip(*profiling.time_in_turns(runs, repeats, warm_up=0), strict=True))
-            promises = accept == "coupled" or (temperature == 0 and accept != "typical")
-            where, count = (name, temperature, size), len(prompts)
-            yield compare(where, logs, arrivals, drafter.tree, prompts=count, promises=promises)
+            logs = list(zip(*profiling.time_in_turns(runs, a.repeats, warm_up=0), strict=True))
+            promises = a.accept == "coupled" or (temperature == 0 and a.accept != "typical")  # plain decoding's tokens
+            yield compare((name, temperature, size), logs, arrivals, drafter.tree, len(prompts), promises)
 
 
 def facts_of(arguments: argparse.Namespace, sets: Mapping[str, Prompts]) -> dict[str, Any]:
@@ -223,11 +205,9 @@ def run(arguments: argparse.Namespace) -> Results:
     earlier = None if a.against is None else report_files.read(a.against, facts)
     drafter = case.drafter(pair)
     assert drafter is not None
-    options = ("tokens", "accept", "repeats", "seed", "deterministic")
-    rows = measure(pair, drafter, sets, a.temperature, a.batch, **{name: getattr(a, name) for name in options})
     return Results(
         "drafted beside plain decoding",
-        rows,
+        measure(pair, drafter, sets, a),
         lambda rows: report_files.write(a.out, rows, facts, earlier),
         facts,
         count=len(sets) * len(set(a.temperature)) * len(set(a.batch)),

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jspec.tools import report_figure
 from jspec.tools.bench.results import cells, plain
 from jspec.tools.plot import matplotlib_module
 from jspec.tools.table import table
@@ -15,10 +16,6 @@ JSON, MARKDOWN, PICTURE = "report.json", "report.md", "report.svg"
 KEY = ("prompts", "temperature", "batch")  # of a row
 COMPARED = {"length": "tokens a round", "plain_rate": "plain tokens/s", "drafted_rate": "drafted tokens/s"}
 COMPARED |= {"speed_up": "speed-up"}
-SIZE = (6.25, 3.4)  # of the picture in inches: 600 pixels wide
-GREY, COLOURS, DASHES = "#808080", ("#2B83BA", "#D55E00", "#009E73", "#CC79A7"), ("-", "--", ":", "-.")
-STYLE = {"svg.hashsalt": "jspec", "font.size": 9, "legend.frameon": False}  # readable on white and on black
-STYLE |= dict.fromkeys(("axes.edgecolor", "axes.labelcolor", "text.color", "xtick.color", "ytick.color"), GREY)
 DIFFERENT = """THE TOKENS OF DRAFTED DECODING DIFFER FROM THOSE OF PLAIN DECODING. Two programs may round a near tie in
 different ways: repeat with --deterministic or --dtype float32; if they differ then too, please report it.
 """
@@ -54,7 +51,7 @@ def write(folder: Path, rows: Sequence[Any], facts: Mapping[str, Any], earlier: 
     warning = DIFFERENT if any(row.differs for row in rows) else ""
     text = warning + ("" if earlier is None else changes(rows, plain(facts), earlier))
     (folder / MARKDOWN).write_text(markdown(rows, facts, text), encoding="utf-8")
-    draw(rows, folder / PICTURE)
+    report_figure.draw(rows, folder / PICTURE)
     return f"{text}written: {', '.join(str(folder / name) for name in (JSON, MARKDOWN, PICTURE))}"
 
 
@@ -88,29 +85,3 @@ def changes(rows: Sequence[Any], facts: Mapping[str, Any], earlier: Mapping[str,
         lines.append([*map(str, key), *values, f"{row.drafted_rate / before['drafted_rate']:.2f}"])
     others = [one for name in ("drafting", "machine") for one in _differences(earlier[name], facts[name])]
     return f"earlier report → this one; the earlier one: {'; '.join([earlier['date'], *others])}\n{table(lines)}\n"
-
-
-def draw(rows: Sequence[Any], file: Path) -> None:
-    """Draw the speed-up by batch size, and the acceptance by position at the largest batch size."""
-    prompts, temperatures, batches = (list(dict.fromkeys(getattr(row, name) for row in rows)) for name in KEY)
-    with matplotlib_module("pyplot").rc_context(STYLE):
-        figure = matplotlib_module("figure").Figure(figsize=SIZE, layout="constrained")
-        left, right = figure.subplots(1, 2)
-        for group in dict.fromkeys((row.prompts, row.temperature) for row in rows):
-            line = [row for row in rows if (row.prompts, row.temperature) == group]
-            colour = COLOURS[prompts.index(group[0]) % len(COLOURS)]
-            style: dict[str, Any] = dict(marker="o", markersize=4, color=colour)
-            style |= dict(linestyle=DASHES[temperatures.index(group[1]) % len(DASHES)])
-            left.plot([batches.index(row.batch) for row in line], [row.speed_up for row in line], **style)
-            shares = line[-1].figures[1]["acceptance_per_position"]
-            label = f"{Path(group[0]).stem}, temperature {group[1]:g}"
-            right.plot(range(1, len(shares) + 1), shares, label=label, **style)
-        left.axhline(1, color=GREY, linewidth=0.8)
-        left.set(xlabel="batch size", ylabel="speed-up over plain decoding", ylim=(0, None))
-        left.set_xticks(range(len(batches)), map(str, batches))
-        right.set(xlabel="position of the draft token", ylabel="share of rounds accepting it", ylim=(0, 1))
-        right.set_xticks(range(1, 1 + len(shares)))
-        for axes in (left, right):
-            axes.spines[["top", "right"]].set_visible(False)
-        figure.legend(loc="outside upper center", ncols=3)
-        figure.savefig(file, transparent=True, metadata={"Date": None, "Creator": None})

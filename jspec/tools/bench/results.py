@@ -35,11 +35,6 @@ class Column(NamedTuple):
         return "" if value is None else format(value, self.format)
 
 
-def scaled(factor: float, spec: str) -> Callable[[float | None], str]:
-    """Return a column format that multiplies a value by ``factor``; None gives an empty cell."""
-    return lambda value: "" if value is None else format(value * factor, spec)
-
-
 def cells(record: Any) -> dict[str, str]:
     """Return a record's table cells by heading; records and mappings in its fields add their own cells."""
     texts: dict[str, str] = {}
