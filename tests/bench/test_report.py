@@ -17,7 +17,7 @@ import pytest
 from jspec import Tree
 from jspec.__main__ import main
 from jspec.tools import demo, plot, report_figure
-from jspec.tools.bench import report, report_files
+from jspec.tools.bench import options, report, report_files
 from jspec.tools.bench.load import Log
 from jspec.tools.bench.report import Comparison, requests_of
 
@@ -55,6 +55,16 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
         patch.setattr("sys.stdout", printed)
         assert main([*WORDS, "--out", str(folder)]) == 0
     return Made(folder, rows, calls, (folder / "printed.txt").read_text())
+
+
+def test_report_defaults_in_the_help_are_those_of_other_targets_and_of_the_demo() -> None:
+    texts = {flags[0][2:]: settings["help"] for flags, settings in options.REPORT}
+    for name, demos in options.DEMO_REPORT.items():
+        others = options.REPORT_DEFAULTS[name]
+        shown = [",".join(map(str, one)) if isinstance(one, list) else str(one) for one in (others, demos)]
+        shown[0] = "the first three" if name == "prompts" else shown[0]
+        assert texts[name].endswith(f"default: {shown[0]}, demo: {shown[1]}")
+    assert texts["prompts"].startswith("mt-bench, gsm8k, humaneval, sample")
 
 
 def test_report_requests_are_whole_sets_with_different_seeds_that_fill_the_batch_twice() -> None:
@@ -182,6 +192,10 @@ def test_report_against_an_earlier_one_of_the_same_load_says_what_changed(
         assert main([*words, str(tmp_path / "other"), *more]) == 2
         error = capsys.readouterr().err
         assert "--against: expected a report of the same load, got " in error and expected in error
+    cut = json.loads((made.folder / "report.json").read_text())
+    (tmp_path / "report.json").write_text(json.dumps(cut | {"results": cut["results"][:3]}))
+    assert main([*WORDS, "--against", str(tmp_path), "--out", str(tmp_path / "other")]) == 2
+    assert "expected 4 rows in" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

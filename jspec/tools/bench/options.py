@@ -95,7 +95,6 @@ PAIR = (
     option("--dtype", help="dtype of the weights; default: float32 on CPU, bfloat16 elsewhere"),
     option("--draft", "--head", metavar="PATH", help=DRAFT),
 )
-
 STATIC = "static:0,1,2,0.0,0.1,1.0,0.0.0,0.0.1,0.1.0,0.0.0.0,0.0.0.1"
 MEASURED = tuple(Tree.parse(text) for text in ("chain:4", STATIC, "topk:16,4,4"))
 TEMPERATURES = (0.0, 0.5, 1.0)
@@ -157,7 +156,6 @@ NUM_PROMPTS = 500
 _floats = with_message(lambda text: [float(part) for part in text.split(",")])
 _texts = with_message(lambda text: text.split(","))
 _depth = or_none(lambda word: word if word == AUTO else int(word))
-
 SERVE = (
     option("--prompts", metavar="SET", help=f"{PROMPTS}; their answers end as usual; default: random tokens"),
     option("--num-prompts", type=count, help=f"number of requests; default: all of --prompts, {NUM_PROMPTS} otherwise"),
@@ -200,7 +198,6 @@ REPORT = (
     option("--draft-window", type=count, metavar="W", help="newest tokens that the drafter sees; default: all"),
     *LOOKUP,
 )
-
 SIZE_HELP = "size of the written target; default: that of --shape"
 STATES = "default: layers 2, N//2 and N-3 of N if the small one reads these, else the same numbers"
 INFLATE = (

@@ -1,8 +1,7 @@
 """Public sets of prompts by name, the sample of this package, and files of prompts.
 
-The public sets are those of 80 questions each that EAGLE's authors measure with (github.com/SafeAILab/EAGLE, folder
-eagle/data). They are not in this package: the first use of one downloads its file, of known content, to the user's
-cache folder.
+The public sets, of 80 questions each, are those of EAGLE's authors (github.com/SafeAILab/EAGLE, folder eagle/data). The
+first use of one downloads its file, of known content, to the user's cache folder.
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@ batch size. The requests of a set are all due at once, and as many as the batch 
 begin when one of these places is free. Each request has a seed, so the accept rule "coupled" must emit the tokens of
 plain decoding at every temperature, and other rules at temperature 0; the command fails if they do not.
 
-The feed-forwards of the embedded target are widened with zeros, as in `jspec demo`: it computes the same, and costs
-more than its head, as large targets do.
+The embedded target is widened with zeros, as in `jspec demo`, so that it costs more than its head, as large ones do.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from itertools import product
+from operator import attrgetter
 from typing import Annotated, Any
 
 from jspec.core.tree import Tree
@@ -106,20 +106,20 @@ def compare(
         prompts: number of different prompts.
         promises: whether the accept rule promises the tokens of plain decoding.
     """
-    medians = [sorted(group, key=rate)[len(group) // 2] for group in zip(*logs, strict=True)]
+    speed_ups = [drafted.rate / plain.rate for plain, drafted in logs]
+    medians = [sorted(group, key=attrgetter("rate"))[len(logs) // 2] for group in zip(*logs, strict=True)]
     settings = [ServeSetting(drafts, None, where[2]) for drafts in (None, tree)]
     figures = [figures_of(setting, log) for setting, log in zip(settings, medians, strict=True)]
     metrics = [request.metrics for request in requests_in(medians[1], arrivals)]
     parts = [sum(metrics[start::prompts], Metrics()) for start in range(prompts)]
     tokens = [[request.token_ids for request in requests_in(log, arrivals)] for pair in logs for log in pair]
     equal, count = sum(all(ids == first for ids in rest) for first, *rest in zip(*tokens, strict=True)), len(arrivals)
-    speed_ups = [rate(drafted) / rate(plain) for plain, drafted in logs]
     return Comparison(
         *where,
         length=sum(parts, Metrics()).mean_acceptance_length,
         error=acceptance.standard_error(parts) if prompts > 1 else math.nan,
-        plain_rate=rate(medians[0]),
-        drafted_rate=rate(medians[1]),
+        plain_rate=medians[0].rate,
+        drafted_rate=medians[1].rate,
         speed_up=statistics.median(speed_ups),
         ttft_ms=[one["ttft_ms"] for one in figures],
         tpot_ms=[one["tpot_ms"] for one in figures],
@@ -129,11 +129,6 @@ def compare(
         speed_ups=speed_ups,
         figures=figures,
     )
-
-
-def rate(log: Log) -> float:
-    """Return the tokens a second of all requests."""
-    return log.output_tokens / log.seconds
 
 
 def requests_in(log: Log, arrivals: Sequence[Arrival]) -> list[Request]:
@@ -171,10 +166,10 @@ def measure(
 def facts_of(arguments: argparse.Namespace, sets: Mapping[str, Prompts]) -> dict[str, Any]:
     """Return what a report is about: the load, the drafting, the machine, the date and the command."""
     options, cores = vars(arguments), len(os.sched_getaffinity(0))
-    digests = {name: hashlib.sha256(repr([*prompts]).encode()).hexdigest() for name, prompts in sets.items()}
+    prompts = {name: (len(ids), hashlib.sha256(repr([*ids]).encode()).hexdigest()) for name, ids in sets.items()}
     machine = environment() | {"cores": cores, "power_limit": profiling.power_limit()}
     return {
-        "load": {**{name: options[name] for name in LOAD}, "prompts": digests},
+        "load": {**{name: options[name] for name in LOAD}, "prompts": prompts},
         "drafting": {name: options[name] for name in DRAFTING},
         "repeats": arguments.repeats,
         "machine": machine | {"python": platform.python_version()},

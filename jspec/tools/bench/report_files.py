@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from jspec.tools.plot import matplotlib_module
 from jspec.tools.table import table
 
 JSON, MARKDOWN, PICTURE = "report.json", "report.md", "report.svg"
-KEY = ("prompts", "temperature", "batch")  # of a row
+KEY = ("prompts", "temperature", "batch")  # of a row; options that a row has one value of
 COMPARED = {"length": "tokens a round", "plain_rate": "plain tokens/s", "drafted_rate": "drafted tokens/s"}
 COMPARED |= {"speed_up": "speed-up"}
 DIFFERENT = """THE TOKENS OF DRAFTED DECODING DIFFER FROM THOSE OF PLAIN DECODING. Two programs may round a near tie in
@@ -36,8 +37,14 @@ def check(out: Path, against: Path | None) -> None:
 def read(folder: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
     """Read an earlier report; raise a ValueError that says how its load differs if it is another."""
     earlier = json.loads((folder / JSON).read_text(encoding="utf-8"))
-    if others := _differences(earlier["load"], plain(facts["load"])):
+    load = plain(facts["load"])
+    if others := _differences(earlier.get("load", {}), load):
         raise ValueError(f"--against: expected a report of the same load, got {folder} with {'; '.join(others)}")
+    count = math.prod(len(set(load[name])) for name in KEY)
+    if len(earlier["results"]) < count:
+        raise ValueError(
+            f"--against: expected {count} rows in {folder}, got {len(earlier['results'])}; measure it again"
+        )
     return earlier
 
 
@@ -60,10 +67,11 @@ def markdown(rows: Sequence[Any], facts: Mapping[str, Any], text: str) -> str:
     machine, load, drafting = facts["machine"], facts["load"], facts["drafting"]
     limit = "" if machine["power_limit"] is None else f", power limit {machine['power_limit']:.0f} W"
     versions = ", ".join(f"{name} {machine[name]}" for name in ("jspec", "jax", "python"))
+    prompts = ", ".join(f"{count} {name}" for name, (count, _) in load["prompts"].items())
     lines = [[*cells(rows[0])], ["---:"] * len(cells(rows[0])), *([*cells(row).values()] for row in rows)]
     parts = [
         f"Target {load['target']}; drafter {drafting['draft']}, {drafting['tree']}; accept rule {drafting['accept']}; "
-        f"answers of at most {load['tokens']} tokens.",
+        f"answers of at most {load['tokens']} tokens to {prompts} prompts; times served: {facts['repeats']}.",
         f"Device {machine['device']} ({machine['platform']}, {machine['cores']} processor cores{limit}); {versions}; "
         f"{facts['date']}.\n",
         *("| " + " | ".join(line) + " |" for line in lines),

@@ -129,7 +129,7 @@ def figures_of(setting: ServeSetting, log: Log) -> dict[str, Any]:
         "total_input_tokens": inputs,
         "total_output_tokens": outputs,
         "request_throughput": len(good) / log.seconds if good else math.nan,
-        "output_throughput": outputs / log.seconds,
+        "output_throughput": log.rate,
         "total_token_throughput": (inputs + outputs) / log.seconds,
         **{name: getattr(metrics, name) for name in (*DRAFTS, "prefix_hit_rate", "num_preemptions")},
         "acceptance_per_position": shares + [0.0] * ((setting.tree.depth if setting.tree else 0) - len(shares)),
@@ -196,8 +196,7 @@ def _run(engine: Engine, setting: ServeSetting, policy: Policy | None, arrivals:
     if policy is not None:
         engine.policy = policy
     log = serve(engine, arrivals, max_concurrency=setting.max_concurrency)
-    rate = log.output_tokens / log.seconds
-    print(f"{setting.label}: {rate:.0f} tokens/s", file=sys.stderr, flush=True)  # shows that a long load goes on
+    print(f"{setting.label}: {log.rate:.0f} tokens/s", file=sys.stderr, flush=True)  # shows that a long load goes on
     return log
 
 
