@@ -34,7 +34,7 @@ SUB_FLOORS = {  # of packages that are divided, from the lowest floor up
     ),
     "jspec.engine": (("text", "grammar"), ("request",), ("schedule", "reading"), ("input",), ("run",), ("callers",)),
     "jspec.draft": (
-        ("base", "best_nodes", "head_config"),
+        ("base", "best_nodes", "head_config", "published"),
         ("draft_vocab", "elsewhere", "expand_tree", "head_pair", "matches", "match_rates"),
         ("prediction",),
         ("lookup", "eagle_head", "dflash_head", "gemma4_assistant_head", "expand_block", "pretrained"),
@@ -164,7 +164,7 @@ def test_each_part_of_a_divided_package_has_one_floor(package: str) -> None:
         ("jspec.draft.formats.eagle_formats", "from jspec.draft.eagle import Eagle3"),
         ("jspec.engine.schedule.page_pool", "def late():\n    import jax.numpy as jnp"),
         ("jspec.engine.schedule.scheduler", "import jspec"),
-        ("jspec.engine.run.core", "from jspec.tools.bench import report"),
+        ("jspec.engine.run.core", "from jspec.tools.bench import results"),
         ("jspec.engine.grammar.regex_dfa", "from jspec.engine.grammar import json_schema"),
         ("jspec.engine.schedule.scheduler", "from jspec.engine.run import core"),
         ("jspec.engine.text.tokenizer", "from jspec.engine.grammar.json_schema import parse"),

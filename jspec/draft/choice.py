@@ -14,6 +14,7 @@ from jspec.draft.auto import load_drafter, read_header
 from jspec.draft.base import Drafter
 from jspec.draft.formats.mtp_format import has_mtp_layer
 from jspec.draft.mtp import MTP
+from jspec.draft.published import heads_of
 from jspec.draft.suffix import Suffix
 
 logger = logging.getLogger(__name__)
@@ -47,6 +48,8 @@ class DrafterChoice:
 def choose_drafter(target: str | os.PathLike[str]) -> DrafterChoice:
     """Choose a drafter: the folder `drafter` in the target's folder, else its MTP layer, else a `Suffix`.
 
+    Published heads of the target (`jspec.draft.published`) are logged, but never downloaded.
+
     Args:
         target: folder or hub id ("owner/name") of the target.
 
@@ -62,4 +65,7 @@ def choose_drafter(target: str | os.PathLike[str]) -> DrafterChoice:
     else:
         choice = DrafterChoice("suffix", None)
     logger.info("the drafter is chosen by what the folder of the target has: %s", choice)
+    heads = [head.option for head in heads_of(target) if head.method != choice.method]
+    if heads:
+        logger.info("published for this target, not loaded by us and never downloaded unasked: %s", ", ".join(heads))
     return choice

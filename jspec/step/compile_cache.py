@@ -61,8 +61,12 @@ def user_folder() -> Path:
     Raises:
         RuntimeError: the user has no home folder.
     """
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return root / "jspec" / f"compiled-{jax.lib.__version__}-{_processor()}"
+    return cache_folder() / f"compiled-{jax.lib.__version__}-{_processor()}"
+
+
+def cache_folder() -> Path:
+    """Return the folder for all that jspec keeps for the user; RuntimeError if the user has no home folder."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jspec"
 
 
 def make_private(folder: Path) -> None:

@@ -24,6 +24,7 @@ COMMANDS = {  # help of each command; its module declares the options, and is im
     "train": "train a draft head for a target",
     "bench": "measure",
     "info": "describe a checkpoint folder, or measure how well a head fits",
+    "heads": "list published draft heads by their target",
     "convert": "write an orbax folder",
 }
 MODULES = {  # else jspec.tools.COMMAND
@@ -91,6 +92,7 @@ def _run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     try:
         with log_lines() if arguments.command in ("demo", "generate", "chat", "serve", "train") else nullcontext():
             processes.join(arguments)
+            arguments.words = tuple(words)
             status = arguments.run(arguments)
             print(end="", flush=True)  # here, where a broken pipe is handled
             return status

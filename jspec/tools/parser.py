@@ -26,6 +26,7 @@ EXAMPLES = {  # two example command lines for the help of each command
         f"train --target {TARGET} --data chats.jsonl --out head --draft-vocab 32000",
     ),
     "jspec info": ("info demo", f"info --check {HEAD} {TARGET}"),
+    "jspec heads": ("heads", "heads Qwen/Qwen3-8B"),
     "jspec convert": (
         "convert path/to/target path/to/converted --dtype bfloat16",
         "convert path/to/target path/to/converted --quantize fp8 --overwrite",
@@ -35,12 +36,14 @@ EXAMPLES = {  # two example command lines for the help of each command
         "bench step --shape tiny --batch 1,4 --tree none chain:4",
     ),
     "jspec bench step": ("bench step", "bench step --batch 1,8,32 --tree none chain:4 --json step.json"),
-    "jspec bench kernels": ("bench kernels --kernel attention", "bench kernels --kernel gemm --rows 1,5,61"),
     "jspec bench acceptance": (
         "bench acceptance --accept coupled --tree chain:4 --samples 1",
         "bench acceptance --draft dflash --tree chain:7 topk:16,4,4 --accept coupled",
     ),
-    "jspec bench throughput": ("bench throughput", "bench throughput --positions 0.8,0.6,0.5,0.4"),
+    "jspec bench report": (
+        "bench report",
+        f"bench report --target {TARGET} --head {HEAD} --prompts mt-bench,gsm8k --batch 1,8 --out report",
+    ),
     "jspec bench serve": ("bench serve --slots 4", "bench serve --rate 2 --tree none chain:4"),
     "jspec bench inflate": ("bench inflate demo large", "bench inflate demo large --head demo --head-out large-head"),
 }

@@ -24,7 +24,8 @@ from jspec.tools.bench import acceptance, pair
 from jspec.tools.bench.acceptance import AcceptanceCase, MeasuredAcceptance, text_places
 from jspec.tools.bench.options import MEASURED
 from jspec.tools.bench.pair import BenchPair
-from jspec.tools.bench.report import table_of
+from jspec.tools.bench.prompt_sets import SAMPLED
+from jspec.tools.bench.results import table_of
 from jspec.tools.command_line import make_parser
 from tests.support import tiny
 
@@ -118,12 +119,6 @@ def test_acceptance_command_with_a_tree_that_the_rule_does_not_support_raises(ca
     assert "needs a chain" in capsys.readouterr().err
 
 
-def test_acceptance_prompts_are_different_parts_spread_over_the_whole_text() -> None:
-    cuts = acceptance.prompts()
-    assert len(set(cuts)) == acceptance.PROMPTS and {len(cut.encode()) for cut in cuts} == {acceptance.PROMPT_SIZE}
-    assert acceptance.SOURCE_TEXT.startswith(cuts[0]) and acceptance.SOURCE_TEXT.endswith(cuts[-1])
-
-
 def test_acceptance_standard_error_for_equal_step_counts_is_that_of_prompt_means() -> None:
     """If all prompts have equal numbers of steps, the jackknife gives the standard error of their means."""
     accepted = np.array([3, 9, 4, 17, 8])
@@ -140,7 +135,7 @@ def test_acceptance_command_steps_times_mean_length_equal_emitted_tokens(folder:
     results = json.loads((folder / "results.json").read_text())["results"]
     assert [result["temperature"] for result in results] == [0, 1]
     for result, samples in zip(results, (1, SAMPLES), strict=True):
-        completions = acceptance.PROMPTS * samples
+        completions = SAMPLED * samples
         tokens = result["rounds"] * result["length"]
         assert completions * (TOKENS - 1) <= tokens <= completions * TOKENS
         assert result["rounds"] * 4 * result["rate"] == pytest.approx(tokens - result["rounds"])
@@ -261,7 +256,7 @@ def test_acceptance_command_with_context_lengths_prints_table_and_writes_json(
     words = ["--context", "256", "512", "--draft-window", "none", "64", "--accept", "coupled", "--temperature", "0"]
     files = ["--tree", "chain:2", "--tokens", "9", "--json", str(tmp_path / "out.json")]
     assert main(["bench", "acceptance", *words, *files]) == 0
-    assert asked == [({256: acceptance.PROMPTS, 512: acceptance.PROMPTS}, [0.0], 9)] * 2
+    assert asked == [({256: SAMPLED, 512: SAMPLED}, [0.0], 9)] * 2
     _, heading, _, none, _, window, _ = capsys.readouterr().out.splitlines()
     assert heading.split()[2:5] == ["tree", "window", "context"]
     assert none.split() == ["coupled", "chain:2", "256", "0", "1.26", "0.25", "50%", "7"]

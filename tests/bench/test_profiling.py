@@ -15,7 +15,7 @@ import pytest
 from jspec.__main__ import main
 from jspec.tools.bench import profiling, step
 from jspec.tools.bench.profiling import KernelTime, watch_clock
-from jspec.tools.bench.report import table_of
+from jspec.tools.bench.results import table_of
 from tests.support.arrays import on_device
 
 pytestmark = pytest.mark.once
@@ -80,6 +80,13 @@ def test_gpu_clock_with_silent_nvidia_smi_or_failing_work_ends_nvidia_smi(smi: P
 )
 def test_gpu_clock_with_unknown_nvidia_smi_output_is_none(smi: Path, lines: list[str]) -> None:
     assert watched(smi, lines) is None
+
+
+@pytest.mark.parametrize(("answer", "watts"), [("700.00", 700.0), ("[N/A]", None), ("", None)])
+def test_gpu_power_limit_is_that_of_nvidia_smi_or_none(smi: Path, answer: str, watts: float | None) -> None:
+    (smi / "answer").write_text(f"{answer}\n")
+    assert profiling.power_limit() == watts
+    assert "--query-gpu=power.limit " in (smi / "asked").read_text()
 
 
 def test_gpu_clock_without_gpu_does_not_start_nvidia_smi(smi: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""`jspec bench serve`: arrivals, times of requests, report, and files of prompts."""
+"""`jspec bench serve`: arrivals, times of requests, and report."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from jspec.core.config import PREFILL_BUCKETS
 from jspec.engine.callers.by_hand import ByHand
 from jspec.tools.bench import pair as pairs
 from jspec.tools.bench import serve as bench
-from jspec.tools.bench.acceptance import SOURCE_TEXT
 from jspec.tools.bench.load import Arrival, Load, Log, serve
-from jspec.tools.bench.pair import BenchPair, read_prompts
+from jspec.tools.bench.pair import BenchPair
+from jspec.tools.bench.prompt_sets import SOURCE_TEXT
 from jspec.tools.bench.serve import ServeSetting, Spread, figures_of
 from tests.support import engines, folders
 
@@ -309,42 +309,6 @@ def test_serve_command_with_a_prompt_file_has_steps_plus_accepted_drafts_as_toke
     assert float(printed["mean_acceptance_length"]) == pytest.approx(1 + accepted / steps, abs=0.005)
     printed_shares = [float(share) for share in printed["acceptance_per_position"].split("/")]
     assert printed_shares == pytest.approx(shares, abs=0.005)
-
-
-def test_prompts_of_every_shared_prompt_file_equal_those_read_with_json(data: Path) -> None:
-    """The expected prompts are read with `json` alone; in a conversation the first message is the prompt."""
-    counts = {}
-    for path in sorted((data / "prompts").glob("*.jsonl")):
-        found = read_prompts(path)
-        objects = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
-        assert found == [
-            next(o[name] for name in ("prompt", "question") if name in o) if "turns" not in o else o["turns"][0]
-            for o in objects
-        ]
-        counts[path.stem] = len(found)
-    assert counts["eagle_mt_bench"] == 80 and counts["spec_bench"] == 480 and counts["gsm8k_test"] == 1319
-    assert read_prompts(data / "prompts" / "eagle_mt_bench.jsonl", 3)[0].startswith("Compose an engaging travel")
-
-
-@pytest.mark.parametrize(
-    ("objects", "expected"),
-    [
-        ([{"text": "a", "id": 1}], r"line 1: expected the field turns \(a list.*prompt.*question.*, got text, id"),
-        ([{"prompt": "a"}, {"turns": []}], "line 2: expected the field turns"),
-        ([{"prompt": 3}], "line 1: expected the field turns"),
-        ([{"prompt": "a"}, "", "{nonsense"], "line 3: expected a JSON object"),
-        (["[1]"], "line 1: expected a JSON object"),
-        ([""], "expected 2 prompts or more, got 0"),
-        ([{"prompt": "a"}], "expected 2 prompts or more, got 1"),
-    ],
-)
-def test_prompt_file_with_a_wrong_line_raises_naming_the_line(
-    objects: list[Any], expected: str, tmp_path: Path
-) -> None:
-    path = tmp_path / "file.jsonl"
-    path.write_text("\n".join(one if isinstance(one, str) else json.dumps(one) for one in objects))
-    with pytest.raises(ValueError, match=expected):
-        read_prompts(path, 2)
 
 
 @pytest.mark.long

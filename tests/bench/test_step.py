@@ -267,25 +267,3 @@ def test_step_state_for_timing_has_no_zeros_in_its_caches() -> None:
     pools = [*step.jax.tree.leaves(state.target), *step.jax.tree.leaves(state.draft.cache)]
     assert len(pools) == 2 * (len(target.layers) + 1)
     assert all(np.abs(np.asarray(pool, np.float32)).max(axis=(1, 2, 3)).min() > 0 for pool in pools)
-
-
-@pytest.mark.long
-def test_second_start_of_an_engine_loads_every_program_from_the_folder_of_the_first(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    words = ["--measure", "startup", "--tree", "chain:1", "--batch", "1,2", "--context", "32"]
-    assert main([*TINY, *words, "--json", str(tmp_path / "out.json")]) == 0
-    cold, warm = json.loads((tmp_path / "out.json").read_text())["results"]
-    assert (cold["start"], warm["start"], cold["tree"]) == ("cold", "warm", "chain:1")
-    assert cold["asked"] - cold["hits"] > 2, "negative control: the first one had to compile"
-    assert warm["hits"] == warm["asked"] > 2
-    programs = {"round[1]", "round[2]", "prefill[128]", "update_page_table", "controls", "write_pending_rows"}
-    assert set(cold["compile"]) == set(warm["lower"]) == programs
-    assert sum(warm["compile"].values()) < sum(cold["compile"].values()) / 2
-    *_, first, second = capsys.readouterr().out.splitlines()
-    assert first.split()[:2] == ["cold", "chain:1"] and second.split()[-1] == f"{sum(warm['compile'].values()):.1f}"
-
-
-def test_startup_command_with_wrong_buckets_is_refused(capsys: pytest.CaptureFixture) -> None:
-    assert main([*TINY, "--measure", "startup", "--tree", "none", "--batch", "2,1"]) == 2
-    assert "buckets: expected ascending" in capsys.readouterr().err

@@ -30,12 +30,11 @@ from jspec.engine.request.round_record import Round
 from jspec.engine.request.sampling_params import SamplingParams
 from jspec.tools.bench.options import SAMPLES, TEMPERATURES, TOKENS
 from jspec.tools.bench.pair import BenchPair
-from jspec.tools.bench.report import Column, Report, table_of
+from jspec.tools.bench.prompt_sets import SAMPLE_SIZE, SAMPLED, sample
+from jspec.tools.bench.results import Column, Results, table_of
 from jspec.tools.options import check_join
 
 SLOTS = 16
-PROMPTS, PROMPT_SIZE = 16, 96  # number, and characters of each: it has fewer tokens
-SOURCE_TEXT = Path(__file__).with_name("ledger.txt").read_text(encoding="utf-8")
 PREFILL = 512
 
 
@@ -47,7 +46,7 @@ class AcceptanceCase:
     tree: Annotated[Tree, Column("tree", str)]
     draft_quantize: Annotated[str | None, Column("head")] = None  # quantisation of the head's weights; None: no
     draft_window: Annotated[int | None, Column("window")] = None  # tokens that the drafter sees; None: all
-    context: Annotated[int | None, Column("context")] = None  # tokens of the prompts; None: `PROMPT_SIZE`
+    context: Annotated[int | None, Column("context")] = None  # tokens of the prompts; None: `SAMPLE_SIZE`
     # "head", a name of `LOOKUPS`, or both and how they are joined: "head+ngram, beside"; None: there is no look-up.
     drafts: Annotated[str | None, Column("drafted by")] = None
 
@@ -128,12 +127,6 @@ def cases(
     ]
 
 
-def prompts(count: int = PROMPTS, size: int = PROMPT_SIZE) -> list[str]:
-    """Return ``count`` evenly spaced parts of `SOURCE_TEXT`, each of ``size`` characters."""
-    last = len(SOURCE_TEXT) - size
-    return [SOURCE_TEXT[start : start + size] for start in (last * i // (count - 1) for i in range(count))]
-
-
 def measure(
     pair: BenchPair,
     case: AcceptanceCase,
@@ -149,12 +142,12 @@ def measure(
         pair: target and drafter.
         case: settings of the engine; its `context` is replaced.
         temperatures: sampling temperatures.
-        texts: token ids to continue, by their length in tokens; None: `prompts`, which are shorter than `PROMPT_SIZE`.
+        texts: token ids to continue, by their length in tokens; None: `sample`, which are shorter than `SAMPLE_SIZE`.
         tokens: tokens of each completion.
         samples: completions of each text at temperatures above 0.
     """
-    texts = {None: prompts()} if texts is None else texts
-    longest = max(context or PROMPT_SIZE for context in texts)
+    texts = {None: sample()} if texts is None else texts
+    longest = max(context or SAMPLE_SIZE for context in texts)
     drafter = case.drafter(pair)
     sizes: Any = dict(max_len=longest + tokens, prefill_buckets=(min(longest, PREFILL),), prefix_cache=False)
     with warnings.catch_warnings():
@@ -214,17 +207,17 @@ def matches_of(results: Sequence[MeasuredAcceptance]) -> str:
     )
 
 
-def run(arguments: argparse.Namespace) -> Report:
+def run(arguments: argparse.Namespace) -> Results:
     check_join(arguments)
     a, pair, texts = arguments, BenchPair.of(arguments), None
     settings = cases(a.accept, a.tree, a.draft_quantize, a.draft_window, a.lookup, a.join)
     if a.context is not None:
         files = [a.text] if a.text else sorted(Path(__file__).parents[2].rglob("*.py"))  # Python, for the embedded pair
         text = "\n\n".join(file.read_text(encoding="utf-8") for file in files)
-        texts = text_places(pair.tokenizer.encode(text), a.context, PROMPTS)
+        texts = text_places(pair.tokenizer.encode(text), a.context, SAMPLED)
     elif a.text:
         raise ValueError("--text: expected none without --context, whose text it is; leave it out, or add --context")
     sizes: Any = dict(tokens=a.tokens, samples=a.samples)
     results = (line for case in settings for line in measure(pair, case, a.temperature, texts, **sizes))
     count = len(settings) * len(a.temperature) * len(texts or [None])
-    return Report("tokens a step ± standard error, share of drafted tokens emitted", results, matches_of, count=count)
+    return Results("tokens a step ± standard error, share of drafted tokens emitted", results, matches_of, count=count)

@@ -107,6 +107,11 @@ class Log(NamedTuple):
         """The number of tokens of the requests that ended without an error."""
         return sum(served.pieces[-1][1] for served in self.good)
 
+    @property
+    def rate(self) -> float:
+        """The number of these tokens a second."""
+        return self.output_tokens / self.seconds
+
 
 def serve(
     engine: Engine,

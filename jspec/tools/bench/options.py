@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from jspec.core.config import ACCEPT_RULES, IMPLEMENTATIONS, KV_DTYPES, QUANTIZE
-from jspec.core.tree import TREE_FORMS, Tree
+from jspec.core.tree import DEFAULT_TREE, TREE_FORMS, Tree
 from jspec.tools.options import LOOKUP
 
 T = TypeVar("T")
@@ -82,29 +82,29 @@ def tree_name(tree: Tree | None) -> str:
     return str(tree).lower()
 
 
+_tree = with_message(Tree.parse)
 TREES = partial(option, "--tree", type=or_none(Tree.parse), nargs="+", metavar="TREE", help=f"none, {TREE_FORMS}")
 
 
+PUBLIC_SETS, SAMPLE = ("mt-bench", "gsm8k", "humaneval"), "sample"
 PROMPT_FIELDS = "turns (a list of texts, of which the first is taken), prompt (a text) or question (a text)"
+PROMPTS = f"{', '.join(PUBLIC_SETS)}, {SAMPLE}: of this package, or a file of JSON lines with {PROMPT_FIELDS}"
 DRAFT = "head, draft model, ngram or suffix; dflash: the embedded DFlash head; default: the embedded EAGLE-3 head"
 PAIR = (
     option("--target", metavar="PATH", help='folder, hub id or "demo"; default: the embedded one'),
     option("--tokenizer", help='"bytes" for byte-level models; default: the folder\'s own'),
     option("--dtype", help="dtype of the weights; default: float32 on CPU, bfloat16 elsewhere"),
-    option("--draft", metavar="PATH", help=DRAFT),
+    option("--draft", "--head", metavar="PATH", help=DRAFT),
 )
-
-
 STATIC = "static:0,1,2,0.0,0.1,1.0,0.0.0,0.0.1,0.1.0,0.0.0.0,0.0.0.1"
 MEASURED = tuple(Tree.parse(text) for text in ("chain:4", STATIC, "topk:16,4,4"))
 TEMPERATURES = (0.0, 0.5, 1.0)
 TOKENS = 64  # tokens of each completion
 SAMPLES = 4  # completions a prompt at temperatures above 0
 
-
 ACCEPTANCE = (
     option("--accept", nargs="+", choices=ACCEPT_RULES, default=ACCEPT_RULES, metavar="RULE", help="accept rules"),
-    option("--tree", type=with_message(Tree.parse), nargs="+", default=MEASURED, metavar="TREE", help=TREE_FORMS),
+    option("--tree", type=_tree, nargs="+", default=MEASURED, metavar="TREE", help=TREE_FORMS),
     option("--temperature", type=float, nargs="+", default=TEMPERATURES, help="temperatures, 0: greedy"),
     option("--tokens", type=count, default=TOKENS, help="tokens of each completion"),
     option("--samples", type=count, default=SAMPLES, help="completions a prompt at temperatures above 0"),
@@ -127,10 +127,13 @@ def _shape(text: str) -> str:
 
 SHAPE_FORM: dict[str, Any] = dict(type=_shape, metavar="NAME")
 SHAPE_HELP = f"model sizes: {', '.join(SHAPES)}; NAME:16 has 16 layers alone"
-SHAPE = option("--shape", **SHAPE_FORM, help=f"{SHAPE_HELP}; {DEFAULT_SHAPE}")
 IMPLEMENTATION = option("--implementation", choices=IMPLEMENTATIONS, default="auto", help="of the kernels")
-MODEL_OPTIONS = (
-    SHAPE,
+POINT_OPTIONS = (
+    option("--context", type=counts, default=[1024], metavar="1024", help="committed tokens of a row or sequence"),
+    option("--page-size", type=counts, default=[16], metavar="16", help="tokens of a cache page"),
+)
+STEP = (
+    option("--shape", **SHAPE_FORM, nargs="+", help=f"{SHAPE_HELP}; {DEFAULT_SHAPE}"),
     option("--batch", type=counts, default=[1], metavar="1,8,32", help="rows of the batch"),
     TREES(default=[None, Tree.chain(4)]),
     option("--dtype", default="bfloat16", help="dtype of the weights"),
@@ -138,29 +141,6 @@ MODEL_OPTIONS = (
     option("--draft-quantize", choices=KINDS, help="quantise the head alone; default: as --quantize"),
     option("--kv-dtype", choices=KV_DTYPES, help="dtype of both caches; default: the weights' dtype"),
     IMPLEMENTATION,
-)
-POINT_OPTIONS = (
-    option("--context", type=counts, default=[1024], metavar="1024", help="committed tokens of a row or sequence"),
-    option("--page-size", type=counts, default=[16], metavar="16", help="tokens of a cache page"),
-)
-KERNELS = (
-    option("--kernel", nargs="+", choices=("attention", "gemm"), default=("attention", "gemm"), help="what is timed"),
-    option("--shape", choices=DENSE, help=f"model sizes; {DEFAULT_SHAPE}"),
-    option("--rows", type=counts, default="1,5", metavar="1,5", help="rows of a product, new tokens a sequence"),
-    option("--batch", type=counts, default="1,8,32,64", metavar="1,8", help="sequences in attention"),
-    *POINT_OPTIONS,
-    option("--head-dim", type=counts, metavar="64,128", help="channels of a head; default: the shape's"),
-    option("--heads", type=count, help="query heads; default: the shape's"),
-    option("--kv-heads", type=count, help="key and value heads; default: the shape's"),
-    option("--dtype", default="bfloat16", help="dtype of activations and weights"),
-    option("--kv-dtype", choices=KV_DTYPES, help="dtype of attention's caches; default: --dtype"),
-    option("--quantize", choices=KINDS, help="quantise the products' weights; default: no"),
-    IMPLEMENTATION,
-)
-ROW_TOKENS = 256
-STEP = (
-    option("--shape", **SHAPE_FORM, nargs="+", help=f"{SHAPE_HELP}; {DEFAULT_SHAPE}"),
-    *MODEL_OPTIONS[1:],
     *POINT_OPTIONS,
     option("--idle", type=ints, default=[0], metavar="0,7", help="rows of the batch without a request"),
     option("--depth", type=int, help="depth at which steps cut their trees, 0: draft nothing; default: the tree's"),
@@ -170,28 +150,15 @@ STEP = (
     option("--tensor-parallel", type=int, default=1, metavar="N", help="devices over which weights are divided"),
     option("--sampled", action="store_true", help="temperature 1 instead of greedy"),
     option("--profile", type=Path, metavar="DIR", help="trace steps of each table row into DIR/ROW; default: no trace"),
-    option("--measure", choices=("step", "startup"), default="step", help="a step, or the start of an engine"),
-)
-
-
-def _rates(text: str) -> list[float]:
-    return [float(part) for part in text.split(",")]
-
-
-THROUGHPUT = (
-    *MODEL_OPTIONS,
-    *POINT_OPTIONS,
-    option("--tokens", type=count, default=ROW_TOKENS, help="tokens that each row emits"),
-    option("--positions", type=_rates, default=".75,.55,.42,.31", help="share of the steps that accept each position"),
-    option("--seed", type=int, default=0, help="seed of the acceptance"),
 )
 
 AUTO = "auto"
 NUM_PROMPTS = 500
+_floats = with_message(lambda text: [float(part) for part in text.split(",")])
+_texts = with_message(lambda text: text.split(","))
 _depth = or_none(lambda word: word if word == AUTO else int(word))
-
 SERVE = (
-    file_option("--prompts", f"JSON lines with {PROMPT_FIELDS}, whose answers end as usual; default: random tokens"),
+    option("--prompts", metavar="SET", help=f"{PROMPTS}; their answers end as usual; default: random tokens"),
     option("--num-prompts", type=count, help=f"number of requests; default: all of --prompts, {NUM_PROMPTS} otherwise"),
     option("--chat", action="store_true", help="lay --prompts out by the tokenizer's chat template"),
     file_option("--text", "prompts are parts of it; default: random tokens"),
@@ -212,6 +179,26 @@ SERVE = (
     option("--prefill-budget", type=count, help="prompt tokens between two steps; default: the engine's"),
 )
 
+DEMO_REPORT = dict(prompts=[SAMPLE], batch=[1, 8], tokens=64, tree=Tree.chain(3))  # a minute or two on a CPU
+REPORT_DEFAULTS = dict(prompts=[*PUBLIC_SETS], batch=[1, 8, 32, 64], tokens=256, tree=DEFAULT_TREE)
+REPORT = (
+    option("--out", type=Path, default="report", metavar="DIR", help="folder for figures, table and picture"),
+    option("--against", type=Path, metavar="DIR", help="folder of an earlier report to compare with; default: none"),
+    option("--prompts", type=_texts, metavar="SET,...", help=f"{PROMPTS}; default: the first three, demo: {SAMPLE}"),
+    option("--num-prompts", type=count, help="number of prompts of each set; default: all"),
+    option("--chat", choices=("yes", "no"), help="use the chat template; default: yes if the tokenizer has one"),
+    option("--batch", type=counts, metavar="1,8", help="requests that run at once; default: 1,8,32,64, demo: 1,8"),
+    option("--temperature", type=_floats, default="0,1", metavar="0,1", help="temperatures, 0: greedy"),
+    option("--tokens", type=count, help="tokens of an answer at most; default: 256, demo: 64"),
+    option("--repeats", type=count, default=1, help="times that each load is served, both engines in turns"),
+    option("--seed", type=int, default=0, help="seed of the first request of each set"),
+    option("--tree", type=_tree, metavar="TREE", help=f"{TREE_FORMS}; default: {DEFAULT_TREE}, demo: chain:3"),
+    option("--accept", choices=ACCEPT_RULES, default=ACCEPT_RULES[0], help="accept rule"),
+    option("--deterministic", action="store_true", help="engines whose tokens are the same in every program"),
+    option("--draft-quantize", choices=KINDS, help="quantise the head's weights; default: no"),
+    option("--draft-window", type=count, metavar="W", help="newest tokens that the drafter sees; default: all"),
+    *LOOKUP,
+)
 SIZE_HELP = "size of the written target; default: that of --shape"
 STATES = "default: layers 2, N//2 and N-3 of N if the small one reads these, else the same numbers"
 INFLATE = (
@@ -229,11 +216,11 @@ INFLATE = (
     option("--overwrite", action="store_true", help="replace existing converted folders"),
 )
 
+JSON = file_option("--json", "JSON file for the results; default: none")
 OPTIONS = {  # by command
-    "step": STEP,
-    "kernels": KERNELS,
-    "acceptance": (*ACCEPTANCE, *PAIR),
-    "throughput": THROUGHPUT,
-    "serve": (*SERVE, *PAIR),
-    "inflate": INFLATE,
+    "step": (*STEP, JSON),
+    "acceptance": (*ACCEPTANCE, *PAIR, JSON),
+    "report": (*REPORT, *PAIR),
+    "serve": (*SERVE, *PAIR, JSON),
+    "inflate": (*INFLATE, JSON),
 }

@@ -1,14 +1,13 @@
-"""Target and drafter of the bench commands that run whole engines, and reading of prompt files."""
+"""Target and drafter of the bench commands that run whole engines."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from convert import hub
-from jspec.core.shorten import short
 from jspec.core.tree import Tree
 from jspec.draft import auto
 from jspec.draft.base import Drafter
@@ -22,8 +21,6 @@ from jspec.models import load
 from jspec.models.decoder import Model
 from jspec.tools import check_head, demo
 from jspec.tools.bench import random_models
-from jspec.tools.bench.options import PROMPT_FIELDS
-from jspec.train.data import read_lines
 
 
 @dataclass(frozen=True)
@@ -85,20 +82,8 @@ class BenchPair:
             raise ValueError(f"--draft-quantize: expected none with --draft {self.draft}, got {quantize}; leave it out")
         return factory(tree) if factory else auto.load_drafter(self.draft, tree, dtype=self.dtype, quantize=quantize)
 
-
-def read_prompts(path: Path, count: int | None = None) -> list[str]:
-    """Read the first ``count`` prompts of a file with one JSON object a line; all prompts if None."""
-    prompts = []
-    for number, record in read_lines(path):
-        where = f"{path}, line {number}"
-        match record:
-            case {"turns": [str(text), *_]} | {"prompt": str(text)} | {"question": str(text)}:
-                prompts.append(text)
-            case dict():
-                got = ", ".join(record) or "no field"
-                raise ValueError(f"{where}: expected the field {PROMPT_FIELDS}, got {got}")
-            case _:
-                raise ValueError(f"{where}: expected a JSON object, got {short(record)}")
-    if len(prompts) < (count or 1):
-        raise ValueError(f"{path}: expected {count or 1} prompts or more, got {len(prompts)}")
-    return prompts[:count]
+    def encode(self, texts: Sequence[str], *, chat: bool) -> list[list[int]]:
+        """Return the token ids of prompts, laid out by the tokenizer's chat template if ``chat``."""
+        words = self.tokenizer
+        chats = [[{"role": "user", "content": text}] for text in texts]
+        return [list(words.chat(one)) for one in chats] if chat else [list(words.encode(text)) for text in texts]

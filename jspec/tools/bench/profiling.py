@@ -21,7 +21,7 @@ from typing import Annotated, Any, TypeVar
 import jax
 from jax.profiler import ProfileData
 
-from jspec.tools.bench.report import Column, table_of
+from jspec.tools.bench.results import Column, table_of
 
 FIELDS = ("clocks.sm", "clocks.max.sm", "power.draw", "clocks_event_reasons.sw_power_cap")
 INTERVAL = 20  # milliseconds between two samples
@@ -41,12 +41,9 @@ class GpuClock:
 
 def watch_clock(work: Callable[[], object], *, seconds: float = SECONDS) -> GpuClock | None:
     """Repeat ``work`` for ``seconds`` and return the GPU's clock by `nvidia-smi`; None if that reports nothing."""
-    program = shutil.which("nvidia-smi")
-    if program is None or jax.devices()[0].platform != "gpu":
+    if (query := _query(*FIELDS)) is None:
         return None
-    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
-    query = [f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits", f"--id={gpu}", f"--loop-ms={INTERVAL}"]
-    with subprocess.Popen([program, *query], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen([*query, f"--loop-ms={INTERVAL}"], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
             end = time.monotonic() + seconds
@@ -56,6 +53,22 @@ def watch_clock(work: Callable[[], object], *, seconds: float = SECONDS) -> GpuC
             process.kill()
         lines = process.stdout.read().splitlines()
     return _parse_clock(lines[1:-1])  # the first sample is from before the work, the last one may be cut off
+
+
+def power_limit() -> float | None:
+    """Return the GPU's power limit in watts by `nvidia-smi`; None if that reports none."""
+    query = _query("power.limit")
+    text = "" if query is None else subprocess.run(query, capture_output=True, text=True).stdout.strip()
+    return float(text) if re.fullmatch(r"[\d.]+", text) else None
+
+
+def _query(*fields: str) -> list[str] | None:
+    """Return the command that reads fields of the GPU; None without a GPU or `nvidia-smi`."""
+    program = shutil.which("nvidia-smi")
+    if program is None or jax.devices()[0].platform != "gpu":
+        return None
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
+    return [program, f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits", f"--id={gpu}"]
 
 
 def _parse_clock(lines: list[str]) -> GpuClock | None:

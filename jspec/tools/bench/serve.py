@@ -31,9 +31,10 @@ from jspec.engine.schedule.draft_length import Fixed, Policy
 from jspec.engine.schedule.sizes import halvings, portions
 from jspec.tools.bench.load import Arrival, Load, Log, serve
 from jspec.tools.bench.options import AUTO, NUM_PROMPTS, tree_name
-from jspec.tools.bench.pair import BenchPair, read_prompts
+from jspec.tools.bench.pair import BenchPair
 from jspec.tools.bench.profiling import time_in_turns
-from jspec.tools.bench.report import Report
+from jspec.tools.bench.prompt_sets import prompts_of
+from jspec.tools.bench.results import Results
 from jspec.tools.table import table
 
 DRAFTS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "mean_acceptance_length", "num_rounds_per_depth")
@@ -128,7 +129,7 @@ def figures_of(setting: ServeSetting, log: Log) -> dict[str, Any]:
         "total_input_tokens": inputs,
         "total_output_tokens": outputs,
         "request_throughput": len(good) / log.seconds if good else math.nan,
-        "output_throughput": outputs / log.seconds,
+        "output_throughput": log.rate,
         "total_token_throughput": (inputs + outputs) / log.seconds,
         **{name: getattr(metrics, name) for name in (*DRAFTS, "prefix_hit_rate", "num_preemptions")},
         "acceptance_per_position": shares + [0.0] * ((setting.tree.depth if setting.tree else 0) - len(shares)),
@@ -175,7 +176,7 @@ def measure(
                 for tree, cuts in dict.fromkeys(setting.engine for setting in group)
             }
             for engine in engines.values():
-                _warm_up(engine)
+                warm_up(engine)
             runs = [
                 partial(_run, engines[setting.engine], setting, setting.policy(engines[setting.engine]), arrivals)
                 for setting in group
@@ -195,12 +196,11 @@ def _run(engine: Engine, setting: ServeSetting, policy: Policy | None, arrivals:
     if policy is not None:
         engine.policy = policy
     log = serve(engine, arrivals, max_concurrency=setting.max_concurrency)
-    rate = log.output_tokens / log.seconds
-    print(f"{setting.label}: {rate:.0f} tokens/s", file=sys.stderr, flush=True)  # shows that a long load goes on
+    print(f"{setting.label}: {log.rate:.0f} tokens/s", file=sys.stderr, flush=True)  # shows that a long load goes on
     return log
 
 
-def _warm_up(engine: Engine) -> None:
+def warm_up(engine: Engine) -> None:
     """Run each program once, untimed: a step of every batch bucket, a prompt of every prefill bucket.
 
     Prompts repeat one token, so their pages in the prefix cache never match a later prompt.
@@ -213,10 +213,10 @@ def _warm_up(engine: Engine) -> None:
             completion.raise_for_error()
 
 
-def run(arguments: argparse.Namespace) -> Report:
+def run(arguments: argparse.Namespace) -> Results:
     a = arguments
     names = ("input_len", "output_len", "range_ratio", "rate", "temperature", "seed")
-    texts = None if a.prompts is None else read_prompts(a.prompts, a.num_prompts)
+    texts = None if a.prompts is None else prompts_of(a.prompts, a.num_prompts)
     requests = (a.num_prompts or NUM_PROMPTS) if texts is None else len(texts)
     load = Load(requests, **{name: getattr(a, name) for name in names})
     grid = product(a.tree, a.depth, a.max_concurrency, a.overlap)
@@ -226,12 +226,10 @@ def run(arguments: argparse.Namespace) -> Report:
         source = None if a.text is None else pair.tokenizer.encode(a.text.read_text(encoding="utf-8"))
         arrivals, longest = load.arrivals(pair.target.config.vocab_size, source), load.input_len
     else:
-        chats = [[{"role": "user", "content": text}] for text in texts]
-        encoded = map(pair.tokenizer.chat, chats) if a.chat else map(pair.tokenizer.encode, texts)
-        arrivals = load.arrivals_of([list(tokens) for tokens in encoded])
+        arrivals = load.arrivals_of(pair.encode(texts, chat=a.chat))
         longest = max(len(arrival.prompt) for arrival in arrivals)
     options = {name: getattr(a, name) for name in ("slots", "page_size", "prefill_budget")}
     options["max_len"] = longest + load.output_len
     results = measure(pair, list(dict.fromkeys(settings)), arrivals, a.repeats, **options)
     about = {"load": load, "prompts": a.prompts or a.text or "random tokens", "repeats": a.repeats}
-    return Report(f"{load}, spreads from least to largest with quartiles", results, text, about)
+    return Results(f"{load}, spreads from least to largest with quartiles", results, text, about)

@@ -1,7 +1,6 @@
 """`jspec bench step`: time of one decoding step for a shape with random weights, beside its least possible time.
 
-The compiled step runs without an engine, and almost no draft is accepted. `--measure startup`
-times the start of an engine (`startup`).
+The compiled step runs without an engine, and almost no draft is accepted.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from jspec.step.on_mesh import make_state, shapes_of, step_on
 from jspec.step.program import Params, Program
 from jspec.tools.bench import profiling, random_models, roofline
 from jspec.tools.bench.options import tree_name
-from jspec.tools.bench.report import Column, Report
+from jspec.tools.bench.results import Column, Results
 from pallas_kernels.layers.weights import FORMATS, Kind
 
 DRAFTERS: dict[str, Callable[..., Drafter]] = {
@@ -97,9 +96,7 @@ class Timing:
     host: Annotated[float, Column("host ms", ".2f")]  # median time in which the host dispatches a step, milliseconds
 
 
-def build(
-    case: StepCase, target: Model, head: EagleHead | DFlashHead | None, *, growth: int | None = None
-) -> tuple[Program, Params, PoolShape]:
+def build(case: StepCase, target: Model, head: EagleHead | DFlashHead | None) -> tuple[Program, Params, PoolShape]:
     """Return the program, weights and pool shape of a case; the models may hold shapes in place of arrays."""
     if not 0 <= case.idle < case.batch:
         raise ValueError(f"idle: expected 0 to {case.batch - 1} of a batch of {case.batch} rows, got {case.idle}")
@@ -118,7 +115,7 @@ def build(
         mesh=mesh,
         divides_logits=mesh is not None,  # no row cuts or edits logits
     )
-    max_len = case.context + (GROUP * (case.tree_depth + 1) + 1 if growth is None else growth)
+    max_len = case.context + GROUP * (case.tree_depth + 1) + 1
     pool = PoolShape(case.batch, 2, case.page_size, max_len, *(case.kv_dtype or case.dtype,) * 2)
     pool = replace(pool, round_rows=drafter.tree.nodes, state_dtype=case.dtype)
     pool = replace(pool, pages=case.batch * pool.width(drafter.tree) + 1)
@@ -126,12 +123,10 @@ def build(
     return program, params if mesh is None else place(params, mesh), pool
 
 
-def compile_step(
-    program: Program, params: Params, state: Any, batch: int, step: Callable[..., Any] = spec_step, inputs: int = 1
-) -> Any:
-    """Compile a step that takes params, state and ``inputs`` integer arrays [batch], of which slots is the first."""
-    arguments = shapes_of((params, state, *[jax.ShapeDtypeStruct((batch,), jnp.int32)] * inputs), program.mesh)
-    on_devices = step_on(program.mesh, partial(step, program), params, divides_logits=program.divides_logits)
+def compile_step(program: Program, params: Params, state: Any, batch: int) -> Any:
+    """Compile a step that takes params, state and slots [batch]."""
+    arguments = shapes_of((params, state, jax.ShapeDtypeStruct((batch,), jnp.int32)), program.mesh)
+    on_devices = step_on(program.mesh, partial(spec_step, program), params, divides_logits=program.divides_logits)
     lowered = jax.jit(on_devices, donate_argnums=(1,)).lower(*arguments)
     return lowered.compile(compiler_options=program.compiler_options)
 
@@ -190,12 +185,8 @@ def measure(
     return Timing(case, middle, spread, floor, ratio, clock, statistics.fmean(emitted), statistics.median(host))
 
 
-def floor_milliseconds(case: StepCase, tokens: float = 1.0) -> float | None:
-    """Return the least milliseconds of a case's step; None if the device's rates are unknown.
-
-    Args:
-        tokens: number of tokens that a step emits for each active row, on average.
-    """
+def floor_milliseconds(case: StepCase) -> float | None:
+    """Return the least milliseconds of a case's step, which emits a token a row; None: the device is unknown."""
 
     def widths(quantize: Kind | None) -> roofline.Widths:
         cache = jnp.dtype(case.kv_dtype or "bfloat16").itemsize
@@ -210,7 +201,7 @@ def floor_milliseconds(case: StepCase, tokens: float = 1.0) -> float | None:
     target, draft_widths = random_models.target_config(case.shape), widths(case.draft_quantize or case.quantize)
     packed = None if case.nodes is None else rows * (1 + case.nodes)
     point = rows, tree.nodes, case.context, widths(case.quantize)
-    costs = roofline.verify_costs(target, *point, rows=packed, tokens=tokens)
+    costs = roofline.verify_costs(target, *point, rows=packed)
     layers = target.num_layers  # that run in a step
     if tree.depth:
         head = random_models.head_config(case.shape, case.drafter)
@@ -260,15 +251,13 @@ def cases_of(arguments: argparse.Namespace) -> list[StepCase]:
 def models_of(cases: Sequence[StepCase]) -> tuple[Model, Any]:
     """Return a random target, and a random head if a case drafts; all cases have the first one's settings."""
     first, drafts = cases[0], any(case.tree for case in cases)
-    if len(shapes := {case.shape for case in cases}) > 1:
-        raise ValueError(f"--shape: expected one shape with --measure, got {', '.join(sorted(shapes))}; pass one")
     quantize = first.draft_quantize or first.quantize
     head = random_models.random_head(first.shape, first.dtype, quantize, method=first.drafter) if drafts else None
     mesh = mesh_of(first.tensor_parallel) if first.tensor_parallel > 1 else None
     return random_models.random_target(first.shape, first.dtype, first.quantize, mesh=mesh), head
 
 
-def run(arguments: argparse.Namespace) -> Report:
+def run(arguments: argparse.Namespace) -> Results:
     cases, profile = cases_of(arguments), arguments.profile
     folders = [profile and profile / str(number) for number in range(1, len(cases) + 1)]
 
@@ -282,4 +271,4 @@ def run(arguments: argparse.Namespace) -> Report:
             yield from (measure(case, target, head, profile=folder) for case, folder in pairs)
             del target, head  # the next shape needs the memory
 
-    return Report("ms a step, random weights, acceptance about 0", timings(), traces, count=len(cases))
+    return Results("ms a step, random weights, acceptance about 0", timings(), traces, count=len(cases))

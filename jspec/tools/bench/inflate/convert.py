@@ -28,7 +28,7 @@ from jspec.models.decoder import Model
 from jspec.tools import demo
 from jspec.tools.bench.inflate.grow import Factor, GrownSizes, GrowthPlan, Padder, plan
 from jspec.tools.bench.options import SIZES
-from jspec.tools.bench.report import Report
+from jspec.tools.bench.results import Results
 
 Batches = Iterator[dict[str, Array]]  # weights by name; one batch is in memory at a time
 
@@ -141,7 +141,7 @@ def head_batches(head: EagleHead, padder: Padder, target: Padder) -> Batches:
     }
 
 
-def run(arguments: argparse.Namespace) -> Report:
+def run(arguments: argparse.Namespace) -> Results:
     """Write the inflated target and head to the folders that the command line names."""
     a = arguments
     overrides = {field.name: value for field in fields(GrownSizes) if (value := getattr(a, field.name)) is not None}
@@ -156,4 +156,4 @@ def run(arguments: argparse.Namespace) -> Report:
     made = write(a.target, a.out, sizes, head=a.head, head_out=a.head_out, **options)
     written = {a.out: made.target.new} | ({} if made.head is None else {a.head_out: made.head.new})
     sizes_of = {path: ", ".join(f"{name}={getattr(new, name)}" for name in SIZES) for path, new in written.items()}
-    return Report("\n".join(f"{path}: {a.dtype}, {text}" for path, text in sizes_of.items()), ())
+    return Results("\n".join(f"{path}: {a.dtype}, {text}" for path, text in sizes_of.items()), ())

@@ -1,4 +1,7 @@
-"""`jspec bench kernels`: times of attention and of a decoder's matrix products, beside their least possible times.
+"""Times of attention and of a decoder's matrix products by themselves, beside their least possible times.
+
+python -m tests.kernels.kernel_times --kernel attention --batch 32,64
+python -m tests.kernels.kernel_times --kernel gemm --rows 1,5,61
 
 One program holds many calls, each on its own data, so no call finds its data in a cache or waits for another's result.
 On a GPU the time is the sum of the kernels' times in the device's trace, launch gaps excluded; elsewhere it is the
@@ -10,9 +13,10 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -22,11 +26,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jspec.core.config import KV_DTYPES
 from jspec.models.config.layer_config import LayerConfig
 from jspec.models.mixers.gqa import GQA
 from jspec.models.weights.params import layer_params
 from jspec.tools.bench import profiling, random_models, roofline
-from jspec.tools.bench.report import Column, Report, scaled
+from jspec.tools.bench.options import (
+    DEFAULT_SHAPE,
+    DENSE,
+    IMPLEMENTATION,
+    KINDS,
+    POINT_OPTIONS,
+    count,
+    counts,
+    file_option,
+    option,
+)
+from jspec.tools.bench.results import Column, Results, measure
+from jspec.tools.parser import Help
 from pallas_kernels import gated_matmul, paged_attention, split_matmul
 from pallas_kernels.layers.formats import quantize
 from pallas_kernels.layers.products import matmul
@@ -37,6 +54,28 @@ MOST_CALLS = 64
 REPEATS = 10
 SPLIT = ("qkv", "o", "down")  # products that the decoder leaves as partial sums
 ATTENTION = ("batch", "rows", "context", "heads", "kv_heads", "head_dim", "page_size", "dtype", "kv", "implementation")
+
+
+OPTIONS = (
+    option("--kernel", nargs="+", choices=("attention", "gemm"), default=("attention", "gemm"), help="what is timed"),
+    option("--shape", choices=DENSE, help=f"model sizes; {DEFAULT_SHAPE}"),
+    option("--rows", type=counts, default="1,5", metavar="1,5", help="rows of a product, new tokens a sequence"),
+    option("--batch", type=counts, default="1,8,32,64", metavar="1,8", help="sequences in attention"),
+    *POINT_OPTIONS,
+    option("--head-dim", type=counts, metavar="64,128", help="channels of a head; default: the shape's"),
+    option("--heads", type=count, help="query heads; default: the shape's"),
+    option("--kv-heads", type=count, help="key and value heads; default: the shape's"),
+    option("--dtype", default="bfloat16", help="dtype of activations and weights"),
+    option("--kv-dtype", choices=KV_DTYPES, help="dtype of attention's caches; default: --dtype"),
+    option("--quantize", choices=KINDS, help="quantise the products' weights; default: no"),
+    IMPLEMENTATION,
+    file_option("--json", "JSON file for the results; default: none"),
+)
+
+
+def scaled(factor: float, spec: str) -> Callable[[float | None], str]:
+    """Return a column format that multiplies a value by ``factor``; None gives an empty cell."""
+    return lambda value: "" if value is None else format(value * factor, spec)
 
 
 @dataclass(frozen=True)
@@ -128,8 +167,13 @@ def _seconds(program: Any, arguments: tuple[Any, ...]) -> float:
     return time.perf_counter() - began
 
 
-def run(arguments: argparse.Namespace) -> Report:
-    return Report("one call, random data", _results(arguments))
+def main(words: Sequence[str]) -> int:
+    """Time what the words of a command line ask for; return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tests.kernels.kernel_times", formatter_class=Help)
+    for flags, settings in OPTIONS:
+        parser.add_argument(*flags, **settings)
+    arguments = parser.parse_args(words)
+    return measure(Results("one call, random data", _results(arguments)), arguments.json)
 
 
 def _results(a: argparse.Namespace) -> Iterator[KernelResult]:
@@ -145,3 +189,7 @@ def _results(a: argparse.Namespace) -> Iterator[KernelResult]:
     common = dict(dtype=a.dtype, quantize=a.quantize, implementation=a.implementation)
     for rows, (name, (out, inner)) in product(a.rows, sizes.items()) if "gemm" in a.kernel else ():
         yield gemm(name, dict(rows=rows, out=out, inner=inner) | common)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
