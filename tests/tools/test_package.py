@@ -131,6 +131,12 @@ def test_build_of_an_import_that_cannot_be_renamed_is_refused(line: str, monkeyp
         renamed(f"import jax\n{line}\n")
 
 
+def test_dockerfile_copies_what_the_wheel_is_built_from() -> None:
+    lines = (REPOSITORY / "Dockerfile").read_text().splitlines()
+    copied = [word for line in lines if line.startswith("COPY ") for word in line.split()[1:-1]]
+    assert sorted(copied) == sorted(SOURCES), "the test above builds the wheel from these"
+
+
 def test_public_names_equal_the_names_that_type_checkers_see() -> None:
     tree = ast.parse(Path(jspec.__file__).read_text())
     (block,) = (node for node in tree.body if isinstance(node, ast.If))
