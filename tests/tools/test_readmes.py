@@ -209,6 +209,16 @@ def test_documents_list_the_registered_families_of_targets_and_of_head_layers() 
     assert re.findall(r"`(\w+)`", of_heads) == list(head_layers.FAMILIES)
 
 
+def test_list_of_files_to_read_has_as_many_files_and_lines_as_it_says() -> None:
+    text = text_of(REPOSITORY / "jspec" / "README.md")
+    section = text.partition("## Read it in 26 files")[2].partition("\n## ")[0]
+    files = re.findall(r"`([\w/]+\.py)`", section)
+    lines = sum(len((REPOSITORY / "jspec" / file).read_text().splitlines()) for file in files)
+    (said,) = re.findall(r"26 files of ([\d,]+) lines", section)
+    assert len(set(files)) == len(files) == 26
+    assert lines == pytest.approx(int(said.replace(",", "")), rel=0.05)
+
+
 def test_table_of_families_has_each_model_type_once_and_no_family_of_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
     before = families.table()
     named = re.findall(r"`(\w+)`", before)

@@ -43,6 +43,7 @@ def test_navigation_has_every_page_once() -> None:
     assert all((REPOSITORY / source).is_file() for source in (*PAGES["READMES"], *PAGES["CODE"]))
     assert set(PAGES["CODE"].values()) == set(PAGES["GENERATED"])
     assert (REPOSITORY / SITE["hooks"][0]).is_file() and SITE["docs_dir"] == PAGES["SOURCES"]
+    assert re.search(r"mkdocs build --strict$", (REPOSITORY / ".ci" / "run").read_text(), re.M), "-q counts no warnings"
 
 
 @pytest.mark.parametrize(
