@@ -209,6 +209,16 @@ def test_documents_list_the_registered_families_of_targets_and_of_head_layers() 
     assert re.findall(r"`(\w+)`", of_heads) == list(head_layers.FAMILIES)
 
 
+def test_recipes_of_targets_parse_and_name_every_family() -> None:
+    text = text_of(REPOSITORY / "notebooks" / "targets.md")
+    recipes = re.findall(r"^\| ([^|]+) \| `(--target [^`]+)`[^|]*\| [^|]*GB[^|]* \|$", text, re.M)
+    assert [line for _, line in recipes if not parses(f"serve {line}")] == []
+    assert not parses("serve --target a --suffix --tree"), "negative control"
+    named = " ".join(name.replace("*", "") for name, _ in recipes)
+    published = {re.split(r"[ ;,]", line.strip("| "))[0] for line in families.table().splitlines()[2:]}
+    assert len(published) > 10 and [name for name in sorted(published) if name not in named] == []
+
+
 def test_list_of_files_to_read_has_as_many_files_and_lines_as_it_says() -> None:
     text = text_of(REPOSITORY / "jspec" / "README.md")
     section = text.partition("## Read it in 26 files")[2].partition("\n## ")[0]
