@@ -102,16 +102,15 @@ def plain() -> list[Completion]:
     return answers(None)
 
 
-def cases() -> list[Any]:
-    default = ("DFlash2",)  # the newest one
-    return [pytest.param(name, marks=[pytest.mark.long] * (name not in default)) for name in MAKERS]
+ADAPTIVE: dict[str, Any] = dict(adaptive=True, draft_depths=(0, 3))
+CASES = [pytest.param(name, ADAPTIVE, marks=pytest.mark.long, id=name) for name in MAKERS]
 
 
-@pytest.mark.parametrize("name", cases())
+@pytest.mark.parametrize(("name", "options"), [pytest.param("DFlash2", {}, id="one depth"), *CASES])
 def test_drafter_with_controls_grammars_prefix_hits_and_two_devices_gives_the_tokens_of_plain_decoding(
-    name: str,
+    name: str, options: dict[str, Any]
 ) -> None:
-    drafted = answers(MAKERS[name](target(), CHAIN), tensor_parallel=2, adaptive=True, draft_depths=(0, 3))
+    drafted = answers(MAKERS[name](target(), CHAIN), tensor_parallel=2, **options)
     for got, expected in zip(drafted, plain(), strict=True):
         assert (got.token_ids, got.finish_reason) == (expected.token_ids, expected.finish_reason)
         logprobs = [[entry.logprob for entry in each.logprobs or ()] for each in (got, expected)]
