@@ -7,6 +7,7 @@ import inspect
 import json
 import re
 import shlex
+import tomllib
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -207,6 +208,12 @@ def test_documents_list_the_registered_families_of_targets_and_of_head_layers() 
     assert f"\n\n{families.table()}\n\n" in text_of(REPOSITORY / "notebooks" / "targets.md")
     (of_heads,) = re.findall(r"speculators, with layers of (.*?), quantised", text_of(READMES[0]), re.S)
     assert re.findall(r"`(\w+)`", of_heads) == list(head_layers.FAMILIES)
+
+
+def test_table_of_extras_has_those_of_the_project() -> None:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    rows = re.findall(r"^\| (`[^|]*`) \| [^|]+ \|$", text_of(REPOSITORY / "notebooks" / "install.md"), re.M)
+    assert sorted(re.findall(r"`([\w-]+)`", " ".join(rows))) == sorted(project["optional-dependencies"])
 
 
 def test_recipes_of_targets_parse_and_name_every_family() -> None:
