@@ -13,8 +13,8 @@ COPY convert /src/convert
 COPY pallas_kernels /src/pallas_kernels
 RUN pip install --no-cache-dir "/src[${EXTRAS}]" && rm -r /src
 
-RUN useradd --create-home jspec
-USER jspec
+RUN useradd --create-home --uid 1000 jspec
+USER 1000
 # Weights and compiled programs: mount a volume here, or they are loaded and compiled at every start.
 ENV HF_HOME=/home/jspec/.cache/hub
 VOLUME /home/jspec/.cache
