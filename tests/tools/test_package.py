@@ -104,6 +104,7 @@ def test_wheel_installed_alone_runs_the_command_and_has_no_other_package(wheel: 
     assert run(python, target / "bin" / "jspec", "--version", **here) == f"jspec {jspec.__version__}\n"  # type: ignore[arg-type]
     code = (
         "import importlib.metadata as m, importlib.util as u, jspec, jspec._convert.plan, jspec._kernels as kernels; "
+        "from jspec.models.families import Fields, register; assert Fields is jspec._convert.fields.Fields; "
         "print(jspec.__file__, jspec._convert.__file__, kernels.__file__, m.version('jspec-decode')); "
         "print(*(name for name in ('convert', 'pallas_kernels') if u.find_spec(name)))"
     )
