@@ -16,9 +16,12 @@ import pytest
 
 import jspec
 from jspec.core.config import EngineConfig
+from jspec.core.foreign_names import FOREIGN_NAMES
 from jspec.draft.formats import head_layers
 from jspec.models import families
 from jspec.models.families.llama import Llama
+from jspec.server.ask.fields import CHAT, read_fields
+from jspec.server.http.errors import ApiError
 from jspec.step import side
 from jspec.tools.command_line import make_parser
 from jspec.train import TrainConfig
@@ -208,6 +211,15 @@ def test_documents_list_the_registered_families_of_targets_and_of_head_layers() 
     assert f"\n\n{families.table()}\n\n" in text_of(REPOSITORY / "notebooks" / "targets.md")
     (of_heads,) = re.findall(r"speculators, with layers of (.*?), quantised", text_of(READMES[0]), re.S)
     assert re.findall(r"`(\w+)`", of_heads) == list(head_layers.FAMILIES)
+
+
+def test_limits_of_the_first_readme_are_refused_by_name() -> None:
+    (limits,) = re.findall(r"\*\*Not supported:\*\* (.*?)\n- ", text_of(READMES[0]), re.S)
+    for words, option in {"LoRA": "enable_lora", "beam search": "num_beams"}.items():
+        assert words in limits and FOREIGN_NAMES[option].startswith("no such option")
+    with pytest.raises(ApiError, match="models of texts alone"):
+        read_fields({"image_url": "https://example.org/a.png"}, CHAT)
+    assert limits.startswith("images,")
 
 
 def test_table_of_extras_has_those_of_the_project() -> None:
