@@ -42,7 +42,7 @@ MAX_LOGPROBS = 20  # largest number of tokens per position whose log-probabiliti
 class EngineConfig:
     """Options of an engine.
 
-    Attributes, cache and memory:
+    Attributes: cache and memory
         slots: number of requests that may run at once.
         max_len: largest number of tokens of a request, prompt included; at most the target's
             max_position_embeddings.
@@ -60,7 +60,7 @@ class EngineConfig:
             states; None: twice as many as ``slots``, since each request keeps those of its prompt and of its end. They
             are kept at multiples of 32 tokens at which a page ends, so pages above 32 tokens keep fewer.
 
-    Attributes, schedule:
+    Attributes: schedule
         buckets: batch sizes of the compiled decode programs, ascending, ending at ``slots``; None: 1, 2, 4, ...
             ``slots`` with ``compile_ahead``, else 1 and ``slots``.
         prefill_buckets: numbers of tokens of the compiled prefill programs, ascending. A prefill takes as many waiting
@@ -70,7 +70,7 @@ class EngineConfig:
         rounds_per_dispatch: number of rounds (draft and verify once) that the device runs per dispatch.
         overlap: dispatch the next program before the last program's result is read; changes no output.
 
-    Attributes, draft and accept rule:
+    Attributes: draft and accept rule
         accept: the accept rule, by name or as an object of `jspec.verify`; only "typical" changes the distribution of
             the emitted tokens. Its options are arguments of `jspec.verify.Typical`.
         draft_window: number of newest tokens that the drafter attends to; None: the drafter's own setting.
@@ -88,7 +88,7 @@ class EngineConfig:
             draft probability among all rows. One program is compiled for each number and bucket. (): always all nodes.
             None: a half and a quarter of the tree's nodes.
 
-    Attributes, requests:
+    Attributes: requests
         controls: allow requests with penalties, logit_bias, bad_words, allowed_token_ids, min_tokens, a thinking budget
             or a grammar. This takes 8 bytes of memory per slot and vocabulary token, and takes time only in steps with
             such a request.
@@ -103,7 +103,7 @@ class EngineConfig:
             penalties only). Log-probabilities of prompt tokens are always raw.
         seed: seed of the engine, from which it draws a seed for each request that has none.
 
-    Attributes, computation:
+    Attributes: computation
         implementation: kernel implementation, "pallas" or "reference"; "auto" chooses Pallas on a GPU.
         quantize: quantisation of the target's matrix products: "int8", "fp8", "fp8_dynamic", "int4", or for experts
             alone "mxfp4" (`jspec.models.weights.quantize`); None: weights as loaded; "none": `Engine.from_pretrained`

@@ -93,7 +93,7 @@ class Model:
         """Load a target or a draft model.
 
         Args:
-            path: Hugging Face folder, folder written by ``python -m convert``, or hub id ("owner/name").
+            path: Hugging Face folder, folder written by ``jspec convert``, or hub id ("owner/name").
             dtype: dtype of the weights; None: float32 on CPU, bfloat16 elsewhere.
             quantize: "int8", "fp8", "fp8_dynamic", "int4" or "mxfp4", how weight matrices are quantised; "none": widen
                 those that a Hugging Face folder quantises; None: as stored (`jspec.models.load.load`).

@@ -58,6 +58,8 @@ BUDGETS = {
     "tests/step/test_split_decode.py": 53,
     "tests/tools/test_check_head.py": 10,
     "tests/tools/test_demo.py": 9,
+    "tests/tools/test_drafter_table.py": 20,  # one drafter, and none, with all kinds of requests at once
+    "tests/tools/test_readmes.py": 30,  # the examples of the pages run
     "tests/tools/test_testing.py": 14,
     "tests/train/test_regenerate.py": 17,
     "tests/train/test_run.py": 15,

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import os
 import re
+import runpy
 import shutil
+import site
 import subprocess
 import sys
 from email.message import Message
@@ -21,7 +23,8 @@ pytestmark = pytest.mark.once
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 PACKAGES = ("jspec", "convert", "pallas_kernels")
-SOURCES = (*PACKAGES, "pyproject.toml", "README.md", "LICENSE")
+INSTALLED = {"jspec": "jspec", "convert": "jspec/_convert", "pallas_kernels": "jspec/_kernels"}  # folders of the wheel
+SOURCES = (*PACKAGES, "pyproject.toml", "setup.py", "README.md", "LICENSE")
 TEXTS = ("*.py", "*.md", "*.ipynb", "*.toml")
 INSTALL = re.compile(r"(?:pip3? install|pipx install|uv add|poetry add)(?:\s+-[\w-]+)*\s+[\\\"'`]*jspec")
 
@@ -71,35 +74,68 @@ def test_wheel_metadata_has_name_version_licence_python_and_readme(wheel: Path) 
     assert "Typing :: Typed" in found.get_all("Classifier", [])
 
 
-def test_wheel_holds_every_module_and_data_file_of_the_packages(wheel: Path) -> None:
-    files = (path for package in PACKAGES for path in (REPOSITORY / package).rglob("*") if path.is_file())
+def test_wheel_holds_every_module_and_data_file_under_the_one_name_jspec(wheel: Path) -> None:
     expected = {
-        str(path.relative_to(REPOSITORY))
-        for path in files
-        if "__pycache__" not in path.parts and path.suffix not in (".md", ".pyc")
+        f"{INSTALLED[top]}/{path.relative_to(REPOSITORY / top)}"
+        for top in PACKAGES
+        for path in (REPOSITORY / top).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts and path.suffix not in (".md", ".pyc")
     }
     with ZipFile(wheel) as archive:
         inside = {name for name in archive.namelist() if ".dist-info/" not in name}
+        (top_level,) = (archive.read(name) for name in archive.namelist() if name.endswith("/top_level.txt"))
+        texts = {name: archive.read(name).decode() for name in inside if name.endswith(".py")}
     assert inside == expected
-    assert {f"{package}/py.typed" for package in PACKAGES} <= inside
+    assert {f"{folder}/py.typed" for folder in INSTALLED.values()} <= inside
     data = ("head/model.safetensors", "dflash_head/model.safetensors", "target/tokenizer.json", "LICENSE-PSF")
     assert {f"jspec/tools/demo/{name}" for name in data} <= inside
+    assert top_level == b"jspec\n"
+    old = re.compile(r"^\s*(?:from|import) (?:convert|pallas_kernels)\b", re.M)
+    assert [name for name, text in texts.items() if old.search(text)] == []
+    assert old.search((REPOSITORY / "jspec/models/load.py").read_text()), "negative control: sources have such imports"
 
 
-def test_wheel_installed_alone_runs_the_command_and_imports_the_packages(wheel: Path, tmp_path: Path) -> None:
+def test_wheel_installed_alone_runs_the_command_and_has_no_other_package(wheel: Path, tmp_path: Path) -> None:
+    """The interpreter below the environment reads no .pth file of it, and so finds no editable installation."""
     target = tmp_path / "installed"
     run(sys.executable, "-m", "pip", "install", "--no-deps", "--quiet", "--target", target, wheel, folder=tmp_path)
-    here = dict(folder=tmp_path, PYTHONPATH=str(target))
-    assert run(target / "bin" / "jspec", "--version", **here) == f"jspec {jspec.__version__}\n"  # type: ignore[arg-type]
+    here = dict(folder=tmp_path, PYTHONPATH=os.pathsep.join([str(target), *site.getsitepackages()]))
+    python = Path(sys._base_executable)  # type: ignore[attr-defined]
+    assert run(python, target / "bin" / "jspec", "--version", **here) == f"jspec {jspec.__version__}\n"  # type: ignore[arg-type]
     code = (
-        "import jspec, convert, pallas_kernels, importlib.metadata as m; from jspec.tools import demo; "
-        "print(jspec.__file__, convert.__file__, pallas_kernels.__file__, demo.TARGET, m.version('jspec-decode')); "
-        "print(jspec.Model.from_pretrained(demo.TARGET).config.num_layers)"
+        "import importlib.metadata as m, importlib.util as u, jspec, jspec._convert.plan, jspec._kernels as kernels; "
+        "from jspec.models.families import Fields, register; assert Fields is jspec._convert.fields.Fields; "
+        "print(jspec.__file__, jspec._convert.__file__, kernels.__file__, m.version('jspec-decode')); "
+        "print(*(name for name in ('convert', 'pallas_kernels') if u.find_spec(name)))"
     )
-    where, layers = run(sys.executable, "-c", code, **here).splitlines()  # type: ignore[arg-type]
+    where, others = run(python, "-c", code, **here).splitlines()  # type: ignore[arg-type]
     *paths, version = where.split()
     assert all(path.startswith(str(target)) for path in paths), paths
-    assert (version, layers) == (jspec.__version__, "7")
+    assert (version, others) == (jspec.__version__, "")
+    assert {path.name.partition("-")[0] for path in target.iterdir()} == {"bin", "jspec", "jspec_decode"}
+    words = ("generate", "--target", "demo", "--eagle3", "demo", "--max-tokens", "4", "--temperature", "0")
+    said = run(python, "-m", "jspec", *words, "def parse_args(argv", **here)  # type: ignore[arg-type]
+    assert said == "=sys.arg\n"
+    assert "usage: jspec convert" in run(python, "-m", "jspec._convert", "--help", **here)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("line", ["import convert", "import convert.plan as plan", "from convert.plan import(\n a)"])
+def test_build_of_an_import_that_cannot_be_renamed_is_refused(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("setuptools", minversion="77", reason="setup.py imports setuptools 77; it is not installed")
+    monkeypatch.setattr("setuptools.setup", lambda **arguments: None)
+    renamed = runpy.run_path(str(REPOSITORY / "setup.py"))["with_installed_names"]
+    assert (
+        renamed("def f():\n    from convert.plan import Plan") == "def f():\n    from jspec._convert.plan import Plan"
+    )
+    assert renamed("from converted import a\nimport jax") == "from converted import a\nimport jax"
+    with pytest.raises(ValueError, match="expected `from convert"):
+        renamed(f"import jax\n{line}\n")
+
+
+def test_dockerfile_copies_what_the_wheel_is_built_from() -> None:
+    lines = (REPOSITORY / "Dockerfile").read_text().splitlines()
+    copied = [word for line in lines if line.startswith("COPY ") for word in line.split()[1:-1]]
+    assert sorted(copied) == sorted(SOURCES), "the test above builds the wheel from these"
 
 
 def test_public_names_equal_the_names_that_type_checkers_see() -> None:

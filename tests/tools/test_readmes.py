@@ -1,4 +1,4 @@
-"""Test READMEs and notebooks: commands parse, and Python names, options and paths exist."""
+"""Test READMEs, pages and notebooks: commands parse, Python names, options and paths exist, examples of pages run."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import inspect
 import json
 import re
 import shlex
+import tomllib
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,16 @@ import pytest
 
 import jspec
 from jspec.core.config import EngineConfig
+from jspec.core.foreign_names import FOREIGN_NAMES
 from jspec.draft.formats import head_layers
 from jspec.models import families
 from jspec.models.families.llama import Llama
+from jspec.server.ask.fields import CHAT, read_fields
+from jspec.server.http.errors import ApiError
+from jspec.step import side
 from jspec.tools.command_line import make_parser
 from jspec.train import TrainConfig
+from tests.support import engines
 
 pytestmark = pytest.mark.once
 
@@ -38,10 +44,22 @@ READMES = [
         "tests/data/golden",
     )
 ]
-LONGEST = 200  # largest number of lines of the first README
+PAGES = [
+    *sorted((REPOSITORY / "notebooks").glob("*.md")),
+    *(REPOSITORY / f"{name}.md" for name in ("CHANGELOG", "CONTRIBUTING", "SECURITY")),
+]
+LONGEST = 150  # largest number of lines of the first README
 NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))
+LONG = ("training.md", "speed.md")  # examples that train a head, and that compile a pair as the README's does
+EXAMPLES = [
+    pytest.param(path, marks=[pytest.mark.long] * (path.name in LONG), id=path.name)
+    for path in PAGES
+    if "```python" in path.read_text()
+]
 
-each_document = pytest.mark.parametrize("path", READMES + NOTEBOOKS, ids=lambda path: str(path.relative_to(REPOSITORY)))
+each_document = pytest.mark.parametrize(
+    "path", READMES + PAGES + NOTEBOOKS, ids=lambda path: str(path.relative_to(REPOSITORY))
+)
 
 
 def text_of(path: Path) -> str:
@@ -142,19 +160,38 @@ def test_python_names_and_options_in_each_document_exist(path: Path) -> None:
     assert [name for block in blocks(text_of(path), "python") for name in wrong_names(block)] == []
 
 
+@pytest.mark.parametrize("path", EXAMPLES)
+def test_python_blocks_of_each_page_run_in_their_order(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_small(path, blocks(text_of(path), "python"), monkeypatch)
+
+
+def test_python_block_with_a_wrong_statement_ends_its_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control."""
+    with pytest.raises(AssertionError, match="a wrong block"):
+        run_small(READMES[0], ["import jspec", "assert jspec.Tree.chain(4).depth == 3, 'a wrong block'"], monkeypatch)
+
+
+def run_small(path: Path, sources: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run Python blocks in one namespace, with engines whose programs compile sooner."""
+    small: dict[str, Any] = dict(controls="regex" in "".join(sources), prefill_buckets=(128,))
+    monkeypatch.setattr(jspec.Engine, "from_pretrained", partial(jspec.Engine.from_pretrained, **small))
+    monkeypatch.setattr(side, "Executables", engines.KnownExecutables)  # examples have engines of the same sizes
+    names: dict[str, Any] = {}
+    for source in sources:
+        exec(compile(source, str(path), "exec"), names)
+
+
 def test_first_readme_first_python_block_prints_one_text_twice(
     capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The target's greedy text once from `generate` and once from `stream`, from programs that compile sooner."""
-    small: dict[str, Any] = dict(controls=False, prefill_buckets=(128,))
-    monkeypatch.setattr(jspec.Engine, "from_pretrained", partial(jspec.Engine.from_pretrained, **small))
-    exec(blocks(text_of(READMES[0]), "python")[0], {})
+    run_small(READMES[0], blocks(text_of(READMES[0]), "python")[:1], monkeypatch)
     printed = capsys.readouterr().out
     text, length = re.fullmatch(r"(.*) ([\d.]+)\n\1", printed, re.S).groups()  # type: ignore[union-attr]
     assert len(text) > 64 and float(length) > 1
 
 
-def test_first_readme_of_at_most_200_lines_names_every_command() -> None:
+def test_first_readme_of_at_most_150_lines_names_every_command() -> None:
     text = text_of(READMES[0])
     assert len(text.splitlines()) <= LONGEST
     assert {command.split()[0] for command in commands(text)} == {
@@ -165,15 +202,50 @@ def test_first_readme_of_at_most_200_lines_names_every_command() -> None:
         "serve",
         "convert",
         "bench",
+        "train",
     }
     assert blocks(text, "python")
 
 
-def test_first_readme_lists_the_registered_families_of_targets_and_of_head_layers() -> None:
-    text = text_of(READMES[0])
-    assert f"\n\n{families.table()}\n\n" in text
-    (of_heads,) = re.findall(r"3\.1 with layers of (.*?), DFlash and\s+Medusa", text, re.S)
+def test_documents_list_the_registered_families_of_targets_and_of_head_layers() -> None:
+    assert f"\n\n{families.table()}\n\n" in text_of(REPOSITORY / "notebooks" / "targets.md")
+    (of_heads,) = re.findall(r"speculators, with layers of (.*?), quantised", text_of(READMES[0]), re.S)
     assert re.findall(r"`(\w+)`", of_heads) == list(head_layers.FAMILIES)
+
+
+def test_limits_of_the_first_readme_are_refused_by_name() -> None:
+    (limits,) = re.findall(r"\*\*Not supported:\*\* (.*?)\n- ", text_of(READMES[0]), re.S)
+    for words, option in {"LoRA": "enable_lora", "beam search": "num_beams"}.items():
+        assert words in limits and FOREIGN_NAMES[option].startswith("no such option")
+    with pytest.raises(ApiError, match="models of texts alone"):
+        read_fields({"image_url": "https://example.org/a.png"}, CHAT)
+    assert limits.startswith("images,")
+
+
+def test_table_of_extras_has_those_of_the_project() -> None:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    rows = re.findall(r"^\| (`[^|]*`) \| [^|]+ \|$", text_of(REPOSITORY / "notebooks" / "install.md"), re.M)
+    assert sorted(re.findall(r"`([\w-]+)`", " ".join(rows))) == sorted(project["optional-dependencies"])
+
+
+def test_recipes_of_targets_parse_and_name_every_family() -> None:
+    text = text_of(REPOSITORY / "notebooks" / "targets.md")
+    recipes = re.findall(r"^\| ([^|]+) \| `(--target [^`]+)`[^|]*\| [^|]*GB[^|]* \|$", text, re.M)
+    assert [line for _, line in recipes if not parses(f"serve {line}")] == []
+    assert not parses("serve --target a --suffix --tree"), "negative control"
+    named = " ".join(name.replace("*", "") for name, _ in recipes)
+    published = {re.split(r"[ ;,]", line.strip("| "))[0] for line in families.table().splitlines()[2:]}
+    assert len(published) > 10 and [name for name in sorted(published) if name not in named] == []
+
+
+def test_list_of_files_to_read_has_as_many_files_and_lines_as_it_says() -> None:
+    text = text_of(REPOSITORY / "jspec" / "README.md")
+    section = text.partition("## Read it in 26 files")[2].partition("\n## ")[0]
+    files = re.findall(r"`([\w/]+\.py)`", section)
+    lines = sum(len((REPOSITORY / "jspec" / file).read_text().splitlines()) for file in files)
+    (said,) = re.findall(r"26 files of ([\d,]+) lines", section)
+    assert len(set(files)) == len(files) == 26
+    assert lines == pytest.approx(int(said.replace(",", "")), rel=0.05)
 
 
 def test_table_of_families_has_each_model_type_once_and_no_family_of_a_user(monkeypatch: pytest.MonkeyPatch) -> None:

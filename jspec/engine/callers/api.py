@@ -124,7 +124,7 @@ class Engine(TextGenerator, TrainerCalls):
         """Make an engine for a checkpoint; arguments not listed here are those of `Engine`.
 
         Args:
-            path: a Hugging Face folder, a folder written by ``python -m convert``, a hub id, or a loaded model. Without
+            path: a Hugging Face folder, a folder written by ``jspec convert``, a hub id, or a loaded model. Without
                 a drafter it may be a head that names its target (`jspec.draft.verifier`), and stands for both.
             drafter: as for `Engine`; "auto": what the target's folder has (`jspec.draft.choice`).
             dtype: dtype of the weights, also of a drafter that is given by its path; None or "auto": float32 on CPU,
