@@ -57,7 +57,7 @@ SUB_FLOORS = {  # of packages that are divided, from the lowest floor up
     ),
     "pallas_kernels": (("dispatch",), ("layers",), ("attention", "recurrent", "sampling", "state")),
     "pallas_kernels.layers": (
-        ("shard", "row_by_row", "hopper"),
+        ("shard", "adapted", "row_by_row", "hopper"),
         ("weights",),
         ("quantize_rows", "partial_sums"),
         ("packed", "residual_norm"),

@@ -172,6 +172,8 @@ def verify_stage(
             paths=by_depth(ancestors(draft.parents), tree.depth) if fixed and not tree.is_chain else None,
             packing=packing,
             slots=view.slots,
+            adapters=params.adapters,
+            adapter=view.sampling.adapter,
         )
         return forward(params.target, state.target, batch, feature_layers=program.feature_layers)
 

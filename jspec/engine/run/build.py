@@ -182,6 +182,7 @@ def _scheduler_limits(config: EngineConfig, drafter: Drafter) -> SchedulerLimits
         round_tokens=drafter.tree.depth + 1,
         prefix_cache=config.prefix_cache,
         prefill_budget=config.prefill_budget,
+        adapters=config.adapters,
     )
 
 
