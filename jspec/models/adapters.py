@@ -6,6 +6,7 @@ each part in columns of its own.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,8 @@ from jspec.models.mixers.gqa import GQA
 from jspec.models.mlps.mlp_config import Dense
 from jspec.models.parts.adapter_tables import AdapterTables, LowRank
 from jspec.models.parts.param_spec import ParamSpec
-from jspec.models.weights.tensor_parallel import put
+from jspec.models.weights.tensor_parallel import put, spec_of
+from pallas_kernels.layers.shard import AXIS
 
 MULTIPLE = 64  # the number of columns of all tables is a multiple of this, for the deterministic product
 WEIGHT = re.compile(r"layers\.(\d+)\.(qkv|o|gate_up|down)")
@@ -44,6 +46,14 @@ class AdaptableWeight:
     spec: ParamSpec
     modules: Mapping[str, int]
     index: np.ndarray | None
+
+    def width(self, rank: int) -> int:
+        """Return the number of columns of a table of adapters of a rank."""
+        return rank * len(self.modules)
+
+    def of(self, tables: int, rank: int) -> tuple[ParamSpec, ParamSpec]:
+        """Return the declarations of A and B of some tables."""
+        return self.shapes(-(-tables * self.width(rank) // MULTIPLE) * MULTIPLE)
 
     def shapes(self, columns: int) -> tuple[ParamSpec, ParamSpec]:
         """Return the declarations of A and B with a number of columns; they are divided as the weight is."""
@@ -81,11 +91,19 @@ def empty_tables(model: Model, tables: int, rank: int) -> AdapterTables:
     """
 
     def zeros(weight: AdaptableWeight) -> LowRank:
-        width = rank * len(weight.modules)
-        a, b = weight.shapes(-(-tables * width // MULTIPLE) * MULTIPLE)
-        return LowRank(_zeros(a, model), _zeros(b, model), width)
+        a, b = weight.of(tables, rank)
+        return LowRank(_zeros(a, model), _zeros(b, model), weight.width(rank))
 
     return AdapterTables([{n: zeros(weight) for n, weight in layer.items()} for layer in adaptable_weights(model)])
+
+
+def table_bytes(model: Model, tables: int, rank: int, devices: int) -> int:
+    """Return the bytes of `empty_tables` on each of several devices."""
+    specs = [
+        spec for layer in adaptable_weights(model) for weight in layer.values() for spec in weight.of(tables, rank)
+    ]
+    parts = (math.prod(spec.shape) // (devices if AXIS in spec_of(spec) else 1) for spec in specs)
+    return sum(parts) * model.dtype.itemsize if tables else 0
 
 
 def _zeros(spec: ParamSpec, model: Model) -> jax.Array:
@@ -123,7 +141,7 @@ def as_tables(adapter: AdapterFile, model: Model, rank: int) -> list[dict[str, L
 
 def _table(weight: AdaptableWeight, factors: Mapping[str, Factors], rank: int, dtype: jnp.dtype) -> LowRank:
     """Return the table of one weight, with zeros for modules without an adapter."""
-    inner, width = weight.spec.shape[1], rank * len(weight.modules)
+    inner, width = weight.spec.shape[1], weight.width(rank)
     a, b = np.zeros((width, inner), np.float32), np.zeros((sum(weight.modules.values()), width), np.float32)
     row = 0
     for i, (module, rows) in enumerate(weight.modules.items()):

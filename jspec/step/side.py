@@ -31,7 +31,7 @@ from jspec.core.records import Draft, SlotState
 from jspec.draft.base import Drafter
 from jspec.draft.elsewhere import Elsewhere
 from jspec.draft.lookup import LookupState, states_with_corpus, with_corpora
-from jspec.models.adapters import empty_tables, on_devices
+from jspec.models.adapters import empty_tables, on_devices, table_bytes
 from jspec.models.decoder import Model
 from jspec.models.parts.adapter_tables import AdapterTables, LowRank
 from jspec.models.parts.kv_pool import PoolShape
@@ -93,7 +93,10 @@ class Side:
         log_devices(program.mesh)
         devices = () if program.mesh is None else program.mesh.local_devices
         free, count = calls.least(memory.device_memory(*devices)), 1 if program.mesh is None else program.mesh.size
-        self.planner = memory.MemoryPlanner(*on_one(program, params), config, free, count)
+        adapters = 0
+        if params.target is not None:
+            adapters = table_bytes(params.target, config.adapters, config.adapter_rank, count)
+        self.planner = memory.MemoryPlanner(*on_one(program, params), config, free, count, adapters)
         self.draft: Draft | None = None
         self._kept: list[LookupState] = []
         self._rows, self._slots = np.zeros(0, np.int32), self.send(np.zeros(0, np.int32))
