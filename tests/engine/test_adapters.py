@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from jspec import Completion, DraftModel, Engine, Model, Replicas, SamplingParams
@@ -78,7 +77,9 @@ def test_requests_with_several_adapters_and_none_have_the_recorded_tokens(target
         engine.core.scheduler.pages.check()
 
 
-def test_requests_of_other_adapters_share_no_pages(target: Model, golden: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_of_other_adapters_share_no_pages(
+    target: Model, golden: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with loaded(engines.make(target, **OPTIONS), golden) as engine:
         first, again = complete(engine, golden, ["all", "all"]), complete(engine, golden, ["all"])
         assert (first[0].metrics.num_cached_tokens, again[0].metrics.num_cached_tokens) == (0, 11)
@@ -108,7 +109,9 @@ def test_rows_that_read_the_tables_of_others_have_other_tokens(
     "options",
     [
         pytest.param({"tensor_parallel": 2}, id="2 devices"),
-        pytest.param({"tensor_parallel": 4, "deterministic": True}, id="4 devices, deterministic", marks=pytest.mark.long),
+        pytest.param(
+            {"tensor_parallel": 4, "deterministic": True}, id="4 devices, deterministic", marks=pytest.mark.long
+        ),
         pytest.param({"deterministic": True}, id="deterministic"),
     ],
 )
@@ -186,7 +189,9 @@ def test_requests_go_on_while_adapters_are_loaded_and_unloaded(target: Model, go
         thread.join()
         assert tokens == recorded(golden, "all")
         assert list(engine.adapters) == ["rslora"]
-        with pytest.raises(ValueError, match=r"adapter: expected one that this engine has loaded \('rslora'\), got 'all'"):
+        with pytest.raises(
+            ValueError, match=r"adapter: expected one that this engine has loaded \('rslora'\), got 'all'"
+        ):
             engine.generate([1], adapter="all")
 
 
@@ -199,9 +204,11 @@ def test_replicas_serve_the_adapters_of_all(target: Model, golden: Path) -> None
 
 def test_wrong_calls_say_what_was_expected(target: Model, golden: Path, tmp_path: Path) -> None:
     folder = golden / "adapters" / "llama" / "all"
-    with engines.make(target, **OPTIONS | {"adapters": 0}) as engine:
-        with pytest.raises(ValueError, match="expected an engine with adapters, got one without; make it with adapters="):
-            engine.load_adapter("all", folder)
+    with (
+        engines.make(target, **OPTIONS | {"adapters": 0}) as engine,
+        pytest.raises(ValueError, match="expected an engine with adapters, got one without; make it with adapters="),
+    ):
+        engine.load_adapter("all", folder)
     with loaded(engines.make(target, **OPTIONS), golden, ["all"]) as engine:
         for call, error in {
             (lambda: engine.load_adapter("all", folder)): "expected a new one, got 'all'; unload_adapter it first",
