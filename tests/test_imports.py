@@ -51,9 +51,9 @@ SUB_FLOORS = {  # of packages that are divided, from the lowest floor up
         ("config",),
         ("weights",),
         ("families",),
-        ("load", "block", "kv_cache"),
+        ("load", "block", "kv_cache", "adapter_files"),
         ("decoder",),
-        ("deterministic", "exchange"),
+        ("deterministic", "exchange", "adapters"),
     ),
     "pallas_kernels": (("dispatch",), ("layers",), ("attention", "recurrent", "sampling", "state")),
     "pallas_kernels.layers": (

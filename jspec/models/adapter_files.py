@@ -38,7 +38,7 @@ UNUSED: Mapping[str, tuple[Any, ...]] = {
 
 
 @dataclass(frozen=True)
-class Factors:
+class ModuleAdapter:
     """The adapter of one module, in float32: the module's output has ``b @ a @ x`` more."""
 
     a: np.ndarray  # [rank, inner]
@@ -56,7 +56,7 @@ class AdapterFile:
         base: name of the model that it was trained for; "": unknown.
     """
 
-    modules: Mapping[str, Factors]
+    modules: Mapping[str, ModuleAdapter]
     rank: int
     digest: bytes
     base: str
@@ -126,7 +126,7 @@ def _modules(source: Source) -> dict[str, dict[str, str]]:
     return modules
 
 
-def _factors(module: str, tensors: Mapping[str, str], fields: Fields, source: Source) -> Factors:
+def _factors(module: str, tensors: Mapping[str, str], fields: Fields, source: Source) -> ModuleAdapter:
     """Read the tensors of a module, and multiply B by the scale."""
     shapes = {part: source.tensors[name].shape for part, name in tensors.items()}
     rank = _of_module(fields, "rank_pattern", module, fields.integer("r"))
@@ -141,7 +141,7 @@ def _factors(module: str, tensors: Mapping[str, str], fields: Fields, source: So
     if not (np.isfinite(a).all() and np.isfinite(b).all()):
         raise CheckpointError(source.folder, f"{module}: expected finite values, got others; download it again")
     scale = alpha / (math.sqrt(rank) if fields.flag("use_rslora", False) else rank)
-    return Factors(a, b * np.float32(scale))
+    return ModuleAdapter(a, b * np.float32(scale))
 
 
 def _of_module(fields: Fields, option: str, module: str, default: Any) -> Any:

@@ -18,7 +18,7 @@ import numpy as np
 from convert.fields import listed
 from convert.huggingface import is_stacked, unselected
 from jspec.models import families
-from jspec.models.adapter_files import AdapterFile, Factors
+from jspec.models.adapter_files import AdapterFile, ModuleAdapter
 from jspec.models.config.layer_config import LayerConfig
 from jspec.models.decoder import Model
 from jspec.models.load import text_names
@@ -139,7 +139,7 @@ def as_tables(adapter: AdapterFile, model: Model, rank: int) -> list[dict[str, L
     return [{name: _table(weight, factors, rank, model.dtype) for name, weight in layer.items()} for layer in layers]
 
 
-def _table(weight: AdaptableWeight, factors: Mapping[str, Factors], rank: int, dtype: jnp.dtype) -> LowRank:
+def _table(weight: AdaptableWeight, factors: Mapping[str, ModuleAdapter], rank: int, dtype: jnp.dtype) -> LowRank:
     """Return the table of one weight, with zeros for modules without an adapter."""
     inner, width = weight.spec.shape[1], weight.width(rank)
     a, b = np.zeros((width, inner), np.float32), np.zeros((sum(weight.modules.values()), width), np.float32)
