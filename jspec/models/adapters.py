@@ -19,10 +19,8 @@ from convert.fields import listed
 from convert.huggingface import is_stacked, unselected
 from jspec.models import families
 from jspec.models.adapter_files import AdapterFile, ModuleAdapter
-from jspec.models.config.layer_config import LayerConfig
 from jspec.models.decoder import Model
 from jspec.models.load import text_names
-from jspec.models.mixers.gqa import GQA
 from jspec.models.mlps.mlp_config import Dense
 from jspec.models.parts.adapter_tables import AdapterTables, LowRank
 from jspec.models.parts.param_spec import ParamSpec
@@ -30,7 +28,7 @@ from jspec.models.weights.tensor_parallel import put, spec_of
 from pallas_kernels.layers.shard import AXIS
 
 MULTIPLE = 64  # the number of columns of all tables is a multiple of this, for the deterministic product
-WEIGHT = re.compile(r"layers\.(\d+)\.(qkv|o|gate_up|down)")
+WEIGHT = re.compile(r"layers\.(\d+)\.(qkv|o|q_up|(gate_up|down))")
 
 
 @dataclass(frozen=True)
@@ -65,20 +63,17 @@ class AdaptableWeight:
 def adaptable_weights(model: Model) -> list[dict[str, AdaptableWeight]]:
     """Return the weights of a model that may have adapters, for each layer by name.
 
-    These are the projections of grouped-query attention, and those of feed-forward layers that are no experts.
+    These are the projections of mixers, except those of keys and values from a latent vector and of the gates of gated
+    delta nets; and the projections of feed-forward layers that are no experts.
     """
     config, params = model.config, model.declared()
     layers: list[dict[str, AdaptableWeight]] = [{} for _ in config.layers]
     for row in families.family_of(config.family).weights(config, ()):
         match, (stored, index) = WEIGHT.fullmatch(row.parameter), unselected(row)
-        if match and is_stacked(stored) and _is_adaptable(config.layers[int(match[1])], match[2]):
+        if match and is_stacked(stored) and (match[3] is None or isinstance(config.mlps[int(match[1])], Dense)):
             modules = {name.removesuffix(".weight"): shape[0] for name, shape in stored.sources.items()}
             layers[int(match[1])][match[2]] = AdaptableWeight(params[row.parameter], modules, index)
     return layers
-
-
-def _is_adaptable(layer: LayerConfig, name: str) -> bool:
-    return isinstance(layer.mixer, GQA) if name in ("qkv", "o") else isinstance(layer.mlp, Dense)
 
 
 def empty_tables(model: Model, tables: int, rank: int) -> AdapterTables:
@@ -132,9 +127,10 @@ def as_tables(adapter: AdapterFile, model: Model, rank: int) -> list[dict[str, L
     layers = adaptable_weights(model)
     known = {module for layer in layers for weight in layer.values() for module in weight.modules}
     if unknown := sorted(factors.keys() - known):
+        kinds = listed(sorted({name.rpartition(".")[2] for name in known}))
         raise ValueError(
-            f"expected adapters of the projections of attention and feed-forward alone, got {listed(unknown)}; merge "
-            "the adapter into its model, or train one without these modules"
+            f"expected adapters of {kinds}, got {listed(unknown)}; merge the adapter into its model, or train one "
+            "without these modules"
         )
     return [{name: _table(weight, factors, rank, model.dtype) for name, weight in layer.items()} for layer in layers]
 
