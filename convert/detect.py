@@ -15,6 +15,7 @@ KINDS = {  # kinds of checkpoints, and the class or function that loads each
     "dflash": "DFlash.from_pretrained",
     "dspark": "DSpark.from_pretrained",
     "dflash2": "DFlash2.from_pretrained",
+    "gemma4_assistant": "Gemma4Assistant.from_pretrained",
 }
 MEDUSA_BLOCK = re.compile(r"([0-9]{1,6})\.([0-9]{1,6})\.linear\.(weight|bias)")
 
@@ -30,6 +31,7 @@ LATER_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")  # keys: nu
 LATER_LAYER = re.compile(r"(?:.*\.)?layers\.([0-9]{1,6})\.eh_proj\..*")
 OTHER_ARCHITECTURES = ("DSpine", "Domino")
 MOST_LATER = 2048  # layers that are left out; a config may count more
+GEMMA4_ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")  # values of `model_type`
 SELECTOR = "candidate_selector."  # prefix of tensors that DFlash2 adds to a DFlash head
 DSPARK_HEADS = ("markov_head.", "confidence_head.")  # prefixes of tensors that DSpark adds to a DFlash head
 
@@ -100,6 +102,8 @@ def _kind(config: Fields, bare: Collection[str], *, is_peagle: bool) -> str:
     speculators = config.text("speculators_model_type", "")
     if is_peagle:
         return "peagle"
+    if config.text("model_type", "") in GEMMA4_ASSISTANTS:
+        return "gemma4_assistant"
     if any(MEDUSA_BLOCK.fullmatch(name) for name in bare):
         return "medusa"
     if any(name.startswith(SELECTOR) for name in bare):

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from jspec.draft.draft_vocab import frequent_tokens
     from jspec.draft.dspark import DSpark
     from jspec.draft.eagle import Eagle, Eagle3
+    from jspec.draft.gemma4_assistant import Gemma4Assistant
     from jspec.draft.medusa import Medusa
     from jspec.draft.mtp import MTP
     from jspec.draft.ngram import NGram
@@ -48,6 +49,7 @@ MODULES = {  # the module that defines each public name, except the names of mod
     "Eagle3": "jspec.draft.eagle",
     "Engine": "jspec.engine.callers.api",
     "EngineConfig": "jspec.core.config",
+    "Gemma4Assistant": "jspec.draft.gemma4_assistant",
     "LogitsContext": "jspec.sampling.logits_processor",
     "MTP": "jspec.draft.mtp",
     "Medusa": "jspec.draft.medusa",
@@ -78,6 +80,7 @@ __all__ = [
     "Eagle3",
     "Engine",
     "EngineConfig",
+    "Gemma4Assistant",
     "LogitsContext",
     "Medusa",
     "Metrics",

@@ -155,7 +155,7 @@ class SlotState:
 
 @struct.dataclass
 class SlotView(WithNumerics):
-    """The state of the slots in a step's batch, gathered from `SlotState` when the step starts; no layer's state."""
+    """The state of the slots in a step's batch, gathered from `SlotState` when the step starts."""
 
     slots: Int[Array, "batch"]  # slot index of each row; S for padding rows
     root: Int[Array, "batch"]
@@ -174,6 +174,7 @@ class SlotView(WithNumerics):
     processor: Any = struct.field(pytree_node=False, default=None)  # user's `jspec.sampling.logits_processor`
     noise: Float[Array, "batch depths vocab"] | None = None  # `jspec.sampling.sampler.with_noise`
     predictions: Predictions | None = None  # those of all slots
+    target: Sequence[LayerState] | None = None  # the target's layers, for the draft of a drafter that reads them
 
 
 @struct.dataclass

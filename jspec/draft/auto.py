@@ -1,4 +1,4 @@
-"""Loads checkpoints of any kind: targets, draft models, EAGLE, DFlash, DSpark and Medusa heads."""
+"""Loads checkpoints of any kind: targets, draft models, heads, and assistants of Gemma 4."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from jspec.draft.dflash2 import DFlash2
 from jspec.draft.draft_model import DraftModel
 from jspec.draft.dspark import DSpark
 from jspec.draft.eagle import Eagle, Eagle3
+from jspec.draft.gemma4_assistant import Gemma4Assistant
 from jspec.draft.head_config import Overrides
 from jspec.draft.medusa import Medusa
 from jspec.draft.peagle import PEagle
@@ -31,7 +32,8 @@ from jspec.models.load import FormatOf
 
 # The drafter of each kind of checkpoint; a target's folder also is a draft model's.
 DRAFTERS: Mapping[str, type[Pretrained]] = {
-    drafter.method: drafter for drafter in (DraftModel, Eagle3, PEagle, Eagle, Medusa, DFlash, DFlash2, DSpark)
+    drafter.method: drafter
+    for drafter in (DraftModel, Eagle3, PEagle, Eagle, Medusa, DFlash, DFlash2, DSpark, Gemma4Assistant)
 }
 
 

@@ -46,6 +46,8 @@ class Drafter(abc.ABC):
     reads_text: ClassVar[bool] = False
     # Whether `draft` searches ``view.predictions``.
     reads_predictions: ClassVar[bool] = False
+    # Whether `draft` reads ``view.target``, the rows of committed tokens in the target's caches.
+    reads_target: bool = False
     # Whether accepted tokens enter the draft cache only when `draft` or `write_pending_rows` runs next.
     has_pending_rows: bool = False
     # Whether `commit` reads the tokens of accepted nodes. If not, its state has the tokens that the drafter gave them,

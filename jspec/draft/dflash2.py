@@ -19,11 +19,10 @@ from jspec.core.records import Draft, SlotView
 from jspec.draft.dflash import DFlash, DraftedBlock
 from jspec.draft.dflash2_head import BoundDFlash2, DFlash2Head
 from jspec.draft.expand_block import expand_corrected
+from jspec.draft.expand_tree import EXCLUDED
 from jspec.models.decoder import Model
 from jspec.models.parts.kv_pool import KVPool
 from jspec.sampling import sampler
-
-EXCLUDED = -1e30  # added to the logits of tokens that are no candidates; the probability becomes 0
 
 
 @final

@@ -26,6 +26,8 @@ from pallas_kernels.layers.partial_sums import PartialSums, reduce_partials
 from pallas_kernels.sampling.best_tree import choose_nodes
 from pallas_kernels.sampling.top_log_probs import top
 
+EXCLUDED = -1e30  # logit of a token that is no candidate, whose probability becomes 0
+
 
 @struct.dataclass
 class Level:

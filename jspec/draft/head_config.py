@@ -24,6 +24,7 @@ OVERRIDABLE = {
     "dspark": {"rope_theta", "feature_layers"},
     "dflash2": {"rope_theta", "feature_layers"},
     "medusa": set(),
+    "gemma4_assistant": set(),
     "mtp": {"norm_output"},
 }
 MARKOV_HEADS = ("vanilla", "gated", "rnn")  # kinds of Markov heads (`jspec.draft.dspark_head`)

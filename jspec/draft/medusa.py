@@ -2,7 +2,7 @@
 
 All heads read one hidden state of the target: the state after the final norm, at the position before the root (the
 newest token). Head h predicts token h + 1 after the root. No head sees the choices of other heads, so the distribution
-of a node's children depends only on the node's depth. The drafter stores this hidden state for each slot.
+of a node's children depends only on the node's depth.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from convert.detect import MEDUSA_BLOCK, bare_name
 from convert.fields import CheckpointError, Fields, listed
 from convert.huggingface import MapRow, renamed
 from convert.sources import Source, Tensor
-from jspec.core.records import Draft, PromptBatch, SlotView, Verdict
+from jspec.core.records import Draft, SlotView
 from jspec.core.tree import Tree, tree_of
 from jspec.draft.base import CHECK_HEAD, CHECK_PROMPT, check_part, require_static
 from jspec.draft.elsewhere import READS_FEATURES, refuses_device
 from jspec.draft.expand_block import expand_block
 from jspec.draft.expand_tree import Vocabulary
 from jspec.draft.head_config import Overrides
-from jspec.draft.pretrained import Pretrained
+from jspec.draft.newest_state import NewestState, NewestStateDrafter
 from jspec.models.config.decoder_config import from_json
 from jspec.models.decoder import Model
 from jspec.models.load import Format, check_count
@@ -96,15 +96,8 @@ class MedusaHeads:
         return cls(heads, config)
 
 
-@struct.dataclass
-class MedusaState:
-    """The state of the Medusa drafter, which has one hidden state of the target for each slot."""
-
-    hidden: Float[Array, "slots hidden"]  # target's state after the final norm, one position before the slot's root
-
-
 @final
-class Medusa(Pretrained):
+class Medusa(NewestStateDrafter):
     """Drafts with Medusa heads.
 
     Any accept rule can be used; ``accept="typical"`` is the rule of the Medusa authors and not lossless.
@@ -165,9 +158,6 @@ class Medusa(Pretrained):
     def advice(self) -> str:
         return f"{CHECK_PROMPT} and that the heads were trained for this target, and {CHECK_HEAD}"
 
-    def feature_layers(self, target: Model) -> tuple[int, ...]:
-        return (target.config.num_layers + 1,)
-
     def bind(self, target: Model) -> MedusaHeads:
         target_config, config = target.config, self.heads.config
         for size, got, expected in (
@@ -180,37 +170,18 @@ class Medusa(Pretrained):
                 )
         return self.heads
 
-    def init(self, params: MedusaHeads, pool: PoolShape) -> MedusaState:
+    def init(self, params: MedusaHeads, pool: PoolShape) -> NewestState:
         output = params.heads[0].output
-        return MedusaState(jnp.zeros((pool.slots, output.shape[1]), output.dtype))
+        return NewestState.new(pool.slots, output.shape[1], output.dtype)
 
-    def prefill(
-        self, params: MedusaHeads, state: MedusaState, view: SlotView, batch: PromptBatch, features: Array | None
-    ) -> MedusaState:
-        assert features is not None
-        return _store(state, view, batch.newest_of(features))
-
-    def draft(self, params: MedusaHeads, state: MedusaState, view: SlotView) -> tuple[Draft, MedusaState]:
-        hidden = state.hidden.at[view.slots].get(mode="fill", fill_value=0)[:, None]
+    def draft(self, params: MedusaHeads, state: NewestState, view: SlotView) -> tuple[Draft, NewestState]:
+        hidden = state.of(view)
         logits = []
         for index, head in enumerate(params.heads[: self.tree.depth], 1):
             with jax.named_scope(f"head{index}"):
                 logits.append(head_logits(head, hidden))
         vocabulary = Vocabulary(None, params.config.vocab_size)
         return expand_block(self.tree, view, vocabulary, jnp.concatenate(logits, axis=1)[None]), state
-
-    def commit(
-        self,
-        params: MedusaHeads,
-        state: MedusaState,
-        view: SlotView,
-        draft: Draft,
-        verdict: Verdict,
-        features: Array | None,
-    ) -> MedusaState:
-        assert features is not None
-        last = jnp.take_along_axis(verdict.path, verdict.accept_len[:, None], axis=1)[:, 0]
-        return _store(state, view, jnp.take_along_axis(features, last[:, None, None], axis=1)[:, 0])
 
 
 def head_logits(head: MedusaHead, hidden: Float[Array, "batch rows hidden"]) -> Float[Array, "batch rows vocab"]:
@@ -223,11 +194,6 @@ def head_state(head: MedusaHead, hidden: Float[Array, "*rows hidden"]) -> Float[
     for block in head.blocks:
         hidden = hidden + jax.nn.silu(matmul(hidden, block.weight) + block.bias)
     return hidden
-
-
-def _store(state: MedusaState, view: SlotView, newest: Float[Array, "batch hidden"]) -> MedusaState:
-    """Return a state with each row's newest feature."""
-    return MedusaState(state.hidden.at[view.slots].set(newest.astype(state.hidden.dtype), mode="drop"))
 
 
 # ---- files

@@ -101,6 +101,7 @@ def _remedy(source: Any) -> str:
         "DFlashHead": "jspec.DFlash(head)",
         "DFlash2Head": "jspec.DFlash2(head)",
         "DSparkHead": "jspec.DSpark(head)",
+        "AssistantHead": "jspec.Gemma4Assistant(head)",
     }
     call = calls.get(type(source).__name__)
     if call is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from jspec.core.numerics import AUTO, Numerics
 from jspec.core.records import TokenBatch
 from jspec.models import load
 from jspec.models.block import Norm, convolved, mlp_part
-from jspec.models.config.decoder_config import ModelConfig
+from jspec.models.config.decoder_config import DecoderConfig, ModelConfig
 from jspec.models.mlps.mlp_config import Dense
 from jspec.models.parts.layer_embeddings import LayerEmbeddings, embeddings_of
 from jspec.models.parts.layer_weights import LayerWeights, optional
@@ -122,6 +122,19 @@ class Model:
         return limited(sums, self.config.logit_divisor, self.config.logit_softcap)
 
 
+class HasLayers(Protocol):
+    """What `run_layers` reads of a decoder."""
+
+    @property
+    def config(self) -> DecoderConfig: ...
+
+    @property
+    def layers(self) -> list[Layer]: ...
+
+    @property
+    def norm(self) -> Float[Array, "hidden"]: ...
+
+
 @struct.dataclass
 class TargetOut:
     """The logits and the features that a forward pass returns."""
@@ -205,7 +218,7 @@ def forward(
 
 
 def run_layers(
-    model: Model,
+    model: HasLayers,
     x: Float[Array, "batch tokens hidden"],
     normed: Float[Array, "batch tokens hidden"],
     mix: Callable[[int, Any], Inputs],

@@ -137,7 +137,8 @@ def draft_stage(program: Program, params: Params, state: SlotState, view: SlotVi
         if program.drafter.tree.depth == 0:
             draft_state = program.drafter.write_pending_rows(params.draft, state.draft, view)
             return static_draft(program.drafter.tree, view, [], []), draft_state
-        draft, draft_state = program.drafter.draft(params.draft, state.draft, view)
+        seen = replace(view, target=state.target) if program.drafter.reads_target else view
+        draft, draft_state = program.drafter.draft(params.draft, state.draft, seen)
         if view.controls is not None and program.drafter.reads_accepted_tokens:
             rows = view.controls.rows(view.slots)
             draft = draft_forced_text(draft, rows, is_chain=program.drafter.tree.is_chain)

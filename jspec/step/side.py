@@ -293,6 +293,11 @@ def check_apart(config: EngineConfig, mesh: Mesh | None, target: Model, drafter:
     """
     if drafter.mesh is None:
         return
+    if drafter.reads_target:
+        raise ValueError(
+            f"{type(drafter).__name__}: device: expected none, as it reads the target's caches, got "
+            f"{', '.join(map(str, drafter.mesh.devices.flat))}; leave it out"
+        )
     if spans_processes(mesh):
         raise ValueError(
             f"{type(drafter).__name__}: device: expected none beside tensor_parallel or mesh over devices of several "

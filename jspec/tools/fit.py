@@ -6,6 +6,7 @@ import numpy as np
 
 from convert.orbax import Header
 from jspec.draft import auto
+from jspec.draft import gemma4_assistant_head as assistant
 from jspec.draft.draft_model import MAX_PADDING, other_mixers
 from jspec.draft.head_config import HeadConfig
 from jspec.draft.head_pair import Size, common_sizes, feature_fault
@@ -37,6 +38,8 @@ def compare(drafter: Header, target: Header) -> tuple[list[str], bool]:
         case MedusaConfig() as heads:
             sizes, others = [Size("hidden size", heads.hidden_size, target_config.hidden_size)], []
             sizes.append(Size("vocabulary", heads.vocab_size, target_config.vocab_size))
+        case assistant.AssistantConfig() as head:
+            sizes, others = assistant.common_sizes(head, target_config), [_target_keys(head, target_config)]
         case ModelConfig() as model:
             sizes, others = [], [_padded_vocabulary(model, target_config)]
             others += [
@@ -62,6 +65,14 @@ def _features(head: HeadConfig, target: ModelConfig) -> tuple[str, bool]:
         return fault, False
     names = ", ".join(map(str, states))
     return f"feature layers: states {names} of a target of {target.num_layers} layers", True
+
+
+def _target_keys(head: assistant.AssistantConfig, target: ModelConfig) -> tuple[str, bool]:
+    try:
+        sources = assistant.sources_in(head, target)
+    except ValueError as error:
+        return str(error), False
+    return f"keys and values: of the target's layers {', '.join(map(str, sorted(set(sources))))}", True
 
 
 def _draft_vocabulary(header: Header, head: HeadConfig, target: ModelConfig) -> list[tuple[str, bool]]:

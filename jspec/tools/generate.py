@@ -39,6 +39,7 @@ PRETRAINED = {  # the drafter of each option that names a folder
     "dflash2": "DFlash2",
     "dspark": "DSpark",
     "mtp": "MTP",
+    "gemma4_assistant": "Gemma4Assistant",
     "draft_model": "DraftModel",
 }
 HEADS = (
@@ -50,7 +51,7 @@ HEADS = (
     "dspark",
     "mtp",
 )  # drafters that may use the target's output head
-QUANTIZABLE = (*HEADS, "draft_model")
+QUANTIZABLE = (*HEADS, "gemma4_assistant", "draft_model")
 
 
 # -- options
@@ -199,7 +200,7 @@ def draft_options(arguments: argparse.Namespace) -> dict[str, Any]:
         options[name] = int(value) if value.isdecimal() else value
     if arguments.tree is not None and not any(getattr(arguments, name) for name in (*PRETRAINED, "ngram", "suffix")):
         raise ValueError("--tree: expected a drafter that drafts it, got none; name one, --ngram for instance")
-    heads = (*HEADS, "medusa")
+    heads = (*HEADS, "gemma4_assistant", "medusa")
     if arguments.lookup is not None and not any(getattr(arguments, head) for head in heads):
         flags = ", ".join(map(_flag, heads))
         raise ValueError(

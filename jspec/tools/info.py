@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from convert import hub, orbax
 from convert.orbax import Header
 from jspec.draft import auto
+from jspec.draft.gemma4_assistant_head import AssistantConfig
 from jspec.draft.head_config import (
     DFlash2Config,
     DFlashConfig,
@@ -115,6 +117,8 @@ def _contents(header: Header) -> list[str]:
             lines = [*_model(model), *describe_layers(model)]
         case HeadConfig() as head:
             lines = [*_head(header, head), *describe_layers(head)]
+        case AssistantConfig() as assistant:
+            lines = [*_assistant(assistant), *describe_layers(assistant)]
         case MedusaConfig() as heads:
             lines = _medusa(heads)
     return [*lines, _parameters(header), *_quantization(header)]
@@ -198,6 +202,20 @@ def _medusa(config: MedusaConfig) -> list[str]:
     ]
 
 
+def _assistant(config: AssistantConfig) -> list[str]:
+    head = "own"
+    if config.clusters:
+        head += f", {config.clusters} clusters, of which {config.top_clusters} have logits ({config.candidates} tokens)"
+    return [
+        f"model: assistant of Gemma 4, {config.num_layers} layers, hidden {config.hidden_size}, "
+        f"target hidden {config.target_hidden_size}",
+        "features: target state N+1, after the final norm",
+        f"vocabulary: the target's {config.vocab_size} ids",
+        "embedding: shared with the target",
+        f"output head: {head}",
+    ]
+
+
 def _leaves(header: Header) -> dict[str, Any]:
     """Return the shapes of all weights, by name; those of quantised ones as `Quantized`."""
     tree = orbax.unflatten(header.parameters, header.quantized)
@@ -207,10 +225,10 @@ def _leaves(header: Header) -> dict[str, Any]:
 
 def _parameters(header: Header) -> str:
     counts: Counter[str] = Counter()
-    for name, leaf in _leaves(header).items():
+    for leaf in _leaves(header).values():
         if isinstance(leaf, Quantized):
             counts[leaf.kind if leaf.is_packed else leaf.values.dtype.name] += math.prod(leaf.shape)
-        elif not name.endswith("draft_to_target"):
+        elif jnp.issubdtype(leaf.dtype, jnp.floating):
             counts[leaf.dtype.name] += math.prod(leaf.shape)
     return f"parameters: {counts.total():,} ({', '.join(sorted(counts))})"
 

@@ -52,6 +52,7 @@ def _add_drafter_arguments(group: argparse._ArgumentGroup) -> None:
     drafters.add_argument("--dflash2", metavar="PATH", help="draft with a DFlash2 head")
     drafters.add_argument("--dspark", metavar="PATH", help="draft with a DSpark head")
     drafters.add_argument("--mtp", metavar="PATH", help="draft with the target's own layer for this, of its folder")
+    drafters.add_argument("--gemma4-assistant", metavar="PATH", help="draft with an assistant of Gemma 4")
     drafters.add_argument("--draft", choices=("auto",), help="draft with what the target's folder has; else --suffix")
     drafters.add_argument("--draft-model", metavar="PATH", help="draft with a smaller model")
     drafters.add_argument("--ngram", action="store_true", help="draft what followed the newest tokens earlier")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -102,6 +103,7 @@ class Replay:
 
     def __init__(self, drafter: Drafter, target: Model) -> None:
         self._params = drafter.bind(target)
+        self._target = target if drafter.reads_target else None
         self._run = jax.jit(partial(_rounds, drafter))
 
     def __call__(
@@ -116,7 +118,8 @@ class Replay:
             stepwise: whether each row advances by one token per round.
         """
         features = jnp.concatenate([texts.states[layer] for layer in layers], axis=-1) if layers else None
-        seen = self._run(self._params, texts, features, jnp.asarray(start, jnp.int32), jnp.asarray(stepwise))
+        begin = jnp.asarray(start, jnp.int32), jnp.asarray(stepwise)
+        seen = self._run(self._params, self._target, texts, features, *begin)
         return Rounds(*map(np.asarray, seen))
 
 
@@ -129,10 +132,14 @@ def run_texts(target: Model, tokens: Int[Array, "rows size"], layers: Sequence[i
         layers: indices of the hidden states to return, as in `jspec.models.decoder.forward`.
     """
     rows, size = tokens.shape
-    pool = _pool(rows, size, size, str(target.embed.dtype))
+    return _forward(target, tokens, _pool(rows, size, size, str(target.embed.dtype)), layers)[0]
+
+
+def _forward(target: Model, tokens: Array, pool: PoolShape, layers: Sequence[int] = ()) -> tuple[TargetOut, list[Any]]:
+    """Run the target on all texts; return the output of `run_texts`, and the target's caches with the texts' rows."""
     cache = create(target.config.layers, pool, pool.dtype)
-    every = jnp.full(rows, size, jnp.int32)
-    return forward(target, cache, _prompts(tokens, every, _page_table(pool)), feature_layers=tuple(layers))[0]
+    every = jnp.full(tokens.shape[0], tokens.shape[1], jnp.int32)
+    return forward(target, cache, _prompts(tokens, every, _page_table(pool)), feature_layers=tuple(layers))
 
 
 def _target_outputs(layers: tuple[int, ...], target: Model, tokens: Int[Array, "rows size"]) -> ReplayedTexts:
@@ -143,11 +150,18 @@ def _target_outputs(layers: tuple[int, ...], target: Model, tokens: Int[Array, "
 
 
 def _rounds(
-    drafter: Drafter, params: Any, texts: ReplayedTexts, features: Array | None, start: Array, stepwise: Array
+    drafter: Drafter,
+    params: Any,
+    target: Model | None,
+    texts: ReplayedTexts,
+    features: Array | None,
+    start: Array,
+    stepwise: Array,
 ) -> tuple[Array, ...]:
     """Compute the fields of `Rounds` in one compiled function.
 
-    Rows that have ended are still drafted for, and the results are ignored.
+    Rows that have ended are still drafted for, and the results are ignored. A drafter that reads the target's caches
+    gets those of whole texts, of which it sees the rows before each root.
     """
     rows, size = texts.tokens.shape
     depth = drafter.tree.depth
@@ -158,12 +172,13 @@ def _rounds(
     view = _view(texts.tokens, start, start > 0, table)
     state = drafter.prefill(params, drafter.init(params, pool), view, batch, features)
     nodes = jnp.arange(depth + 1)
+    caches = None if target is None else _forward(target, texts.tokens, replace(pool, dtype=str(target.dtype)))[1]
 
     def step(carry: tuple[Array, Any], _: None) -> tuple[tuple[Array, Any], tuple[Array, ...]]:
         roots, state = carry
         active = roots + depth + 1 < size
         view = _view(texts.tokens, roots, active, table)
-        draft, state = drafter.draft(params, state, view)
+        draft, state = drafter.draft(params, state, replace(view, target=caches))
         positions = roots[:, None] + nodes
         ahead = jnp.take_along_axis(texts.tokens, jnp.minimum(positions + 1, size - 1), axis=1)
         right = draft.valid[:, 1:] & (draft.tokens[:, 1:] == ahead[:, :-1])

@@ -14,7 +14,7 @@ from jspec.models.mixers.gated_delta import GatedDelta
 from jspec.models.mixers.gqa import GQA
 from jspec.models.mixers.mixer import Mixer
 from jspec.models.mixers.mla import MLA
-from jspec.models.mixers.shared_kv import SharedKV
+from jspec.models.mixers.shared_kv import SharedKV, TargetKV
 from jspec.models.mixers.short_conv import ShortConv
 from jspec.models.mlps.mlp_config import Dense, Experts, Router
 from jspec.models.parts.checks import positive, unsupported
@@ -70,7 +70,13 @@ def _with_mixer(layer: Fields) -> Fields:
 
 
 # A field that only this kind of mixer has, by which its JSON values are told; others are grouped-query attention.
-MIXERS: dict[str, type[Mixer]] = {"latent": MLA, "channels": ShortConv, "key_heads": GatedDelta, "source": SharedKV}
+MIXERS: dict[str, type[Mixer]] = {
+    "latent": MLA,
+    "channels": ShortConv,
+    "key_heads": GatedDelta,
+    "source": SharedKV,
+    "of_window": TargetKV,
+}
 
 
 def _read_mixer(fields: Fields) -> Mixer:

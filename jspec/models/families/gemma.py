@@ -17,7 +17,7 @@ from jspec.models.families.gemma4_layers import NAMES, ONE_BY_ONE, layer_sizes, 
 from jspec.models.families.llama import Llama
 from jspec.models.mixers.gqa import GQA
 from jspec.models.mixers.mixer import Mixer
-from jspec.models.mixers.shared_kv import SharedKV
+from jspec.models.mixers.shared_kv import QueriesOnly
 from jspec.models.mlps.mlp_config import Dense, Experts, Router
 from jspec.models.parts.checks import unsupported
 from jspec.models.parts.rope import Rope
@@ -174,7 +174,7 @@ class Gemma4(Gemma2):
     def layer_names(self, layer: LayerConfig, tensors: Collection[str]) -> Names:
         is_fused = any(name.endswith(".experts.gate_up_proj") for name in tensors)
         names = self.names if is_fused else {**self.names, **ONE_BY_ONE}
-        return {**names, "qkv": LAYER["qkv"][:1]} if isinstance(layer.mixer, SharedKV) else names
+        return {**names, "qkv": LAYER["qkv"][:1]} if isinstance(layer.mixer, QueriesOnly) else names
 
     def weights(self, config: ModelConfig, names: Collection[str]) -> list[MapRow]:
         factor = config.hidden_size**-0.5  # of the router's input

@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import fields as fields_of
 from dataclasses import replace
+from typing import Any, TypeVar
 
 import numpy as np
 
 from convert.fields import Fields
 from convert.huggingface import MapRow, selected, unselected
-from jspec.models.config.decoder_config import ModelConfig
+from jspec.models.config.decoder_config import DecoderConfig
 from jspec.models.mixers.gqa import GQA
 from jspec.models.mixers.mixer import Mixer
-from jspec.models.mixers.shared_kv import SharedKV
+from jspec.models.mixers.shared_kv import QueriesOnly, SharedKV
 from jspec.models.parts.checks import unsupported
 from jspec.models.weights.weight_map import LAYER, Names
+
+Q = TypeVar("Q", bound=QueriesOnly)
 
 NAMES: Names = {
     "output_scale": ("layer_scalar",),
@@ -97,29 +100,38 @@ def shared(fields: Fields, mixers: Sequence[GQA], types: Sequence[str]) -> list[
             "num_kv_shared_layers", f"fewer, so that an earlier layer is of type {' and '.join(missing)}"
         )
 
-    def sharing(mixer: GQA, source: int) -> SharedKV:
-        options = {field.name: getattr(mixer, field.name) for field in fields_of(mixer)}
-        return SharedKV(**{**options, "values_are_keys": False, "v_norm": False}, source=source)
-
-    others = [sharing(mixer, sources[kind]) for mixer, kind in zip(mixers[first:], types[first:], strict=True)]
+    later = zip(mixers[first:], types[first:], strict=True)
+    others = [queries_only(SharedKV, mixer, source=sources[kind]) for mixer, kind in later]
     return [*mixers[:first], *others]
 
 
-def with_unread(row: MapRow, config: ModelConfig, names: Collection[str]) -> MapRow:
+def queries_only(record: type[Q], mixer: GQA, **source: Any) -> Q:
+    """Return the attention of a layer that reads keys and values of another layer, with the sizes of its own.
+
+    Args:
+        record: the kind of attention.
+        mixer: attention of the layer, as if it had keys and values.
+        source: the field of the record that says which layer has them.
+    """
+    options = {field.name: getattr(mixer, field.name) for field in fields_of(mixer)}
+    return record(**{**options, "values_are_keys": False, "v_norm": False}, **source)
+
+
+def with_unread(row: MapRow, config: DecoderConfig, names: Collection[str]) -> MapRow:
     """Return a row that also names the keys' tensors of a layer that shares keys, if the file has them.
 
     Published files have such tensors, which no model computes with. The parameter does not change.
 
     Args:
         row: row of a weight map.
-        config: config of the model.
+        config: config of the model, or of a head.
         names: names of all tensors in the checkpoint.
     """
     layer, _, name = row.parameter.rpartition(".")
     tensors = [f"model.{layer}.{tensor}" for tensor in UNREAD.get(name, ())]
     unread = [tensor for tensor in tensors if tensor in names]
     mixer = config.layers[int(layer.rpartition(".")[2])].mixer if unread else None
-    if not isinstance(mixer, SharedKV):
+    if not isinstance(mixer, QueriesOnly):
         return row
     stored, index = unselected(row)
     rows, inner = mixer.kv_size if name == "qkv" else mixer.head_dim, stored.shape[1:]

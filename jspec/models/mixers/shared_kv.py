@@ -1,4 +1,4 @@
-"""Attention to the keys and values of an earlier layer (Gemma 4): its queries alone are its own."""
+"""Attention to the keys and values of another layer (Gemma 4 and its assistant): its queries alone are its own."""
 
 from __future__ import annotations
 
@@ -24,14 +24,8 @@ from pallas_kernels.layers.partial_sums import PartialSums
 
 
 @dataclass(frozen=True)
-class SharedKV(GQA):
-    """Grouped-query attention that reads the pools of an earlier layer, which has written the batch's rows already.
-
-    Attributes:
-        source: index of the layer whose keys and values it reads.
-    """
-
-    source: int = field(kw_only=True)
+class QueriesOnly(GQA):
+    """Grouped-query attention that reads pools of another layer, in which all rows that it sees are written already."""
 
     @property
     def row_size(self) -> int:
@@ -47,19 +41,6 @@ class SharedKV(GQA):
         for name, value in others.items():
             if value is not False:
                 raise unsupported(name, value, "none in layers that share keys and values")
-
-    def check_after(self, mixers: Sequence[Mixer]) -> None:
-        """Check that the source is an earlier layer with keys and values of the same form; `Mixer.check_after`."""
-        of_source = mixers[self.source] if self.source < len(mixers) else None
-        has_pools = not isinstance(of_source, SharedKV)
-        sizes = (of_source.kv_heads, of_source.head_dim) if isinstance(of_source, GQA) and has_pools else None
-        if sizes != (self.kv_heads, self.head_dim):
-            got = "none" if sizes is None else f"{sizes[0]} of {sizes[1]} channels"
-            raise CheckpointError(
-                "num_kv_shared_layers",
-                f"expected {self.kv_heads} key-value heads of {self.head_dim} channels in the earlier layer "
-                f"{self.source}, got {got}; correct config.json",
-            )
 
     def params(self, hidden: int, inputs: int, norm_dtype: str | None) -> dict[str, ParamSpec]:
         """Declare the weights, of which those of keys and values are missing; `Mixer.params`."""
@@ -91,4 +72,66 @@ class SharedKV(GQA):
         """Describe heads, window, rotation and source; `Mixer.describe`."""
         words = super().describe()
         attention = words["attention"].replace("norms of q and k", "norms of q")
-        return words | {"attention": f"{attention}, keys and values of layer {self.source}"}
+        return words | {"attention": f"{attention}, keys and values of {self.source_name}"}
+
+    @property
+    def source_name(self) -> str:
+        """The layer whose keys and values it reads, in words."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class SharedKV(QueriesOnly):
+    """Attention to the keys and values of an earlier layer of the same model (Gemma 4 E2B and E4B).
+
+    Attributes:
+        source: index of the layer whose keys and values it reads.
+    """
+
+    source: int = field(kw_only=True)
+
+    def check_after(self, mixers: Sequence[Mixer]) -> None:
+        """Check that the source is an earlier layer with keys and values of the same form; `Mixer.check_after`."""
+        of_source = mixers[self.source] if self.source < len(mixers) else None
+        has_pools = not isinstance(of_source, SharedKV)
+        sizes = (of_source.kv_heads, of_source.head_dim) if isinstance(of_source, GQA) and has_pools else None
+        if sizes != (self.kv_heads, self.head_dim):
+            got = "none" if sizes is None else f"{sizes[0]} of {sizes[1]} channels"
+            raise CheckpointError(
+                "num_kv_shared_layers",
+                f"expected {self.kv_heads} key-value heads of {self.head_dim} channels in the earlier layer "
+                f"{self.source}, got {got}; correct config.json",
+            )
+
+    @property
+    def source_name(self) -> str:
+        return f"layer {self.source}"
+
+
+@dataclass(frozen=True)
+class TargetKV(QueriesOnly):
+    """Attention of a drafter's layer to the keys and values of the target's last layer of the same type.
+
+    Attributes:
+        of_window: whether this is the target's last layer with a window, or the last one without.
+    """
+
+    of_window: bool = field(kw_only=True)
+
+    def source_in(self, mixers: Sequence[Mixer]) -> int | None:
+        """Return the index of the target's layer that has the keys and values; None: the target has none.
+
+        Args:
+            mixers: those of the target's layers. If the last of the type shares keys and values, an earlier one has
+                them.
+        """
+        found = [
+            index if mixer.source is None else mixer.source
+            for index, mixer in enumerate(mixers)
+            if isinstance(mixer, GQA) and (mixer.window is not None) == self.of_window
+        ]
+        return found[-1] if found else None
+
+    @property
+    def source_name(self) -> str:
+        return f"the target's last layer {'with' if self.of_window else 'without'} a window"

@@ -25,7 +25,7 @@ EXPERTS = (
 )
 DENSE = tuple(name for name in SHAPES if name not in EXPERTS)
 DEFAULT_SHAPE = "default: tiny on a CPU, llama3-8b elsewhere"  # words of the help
-DRAFTERS = ("dflash", "dflash2", "dspark", "eagle3", "peagle")
+DRAFTERS = ("dflash", "dflash2", "dspark", "eagle3", "gemma4_assistant", "peagle")
 GROWN_DTYPES = ("float32", "bfloat16")  # float16 has too few exponents for the padded vocabulary's mask
 SIZES = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "vocab_size")
 KINDS = tuple(kind for kind in QUANTIZE if kind != "mxfp4")  # for heads and products, which have no experts

@@ -14,11 +14,17 @@ from jspec.draft.dflash_head import DFlashHead
 from jspec.draft.dspark_head import DSparkHead
 from jspec.draft.eagle_head import EagleHead, head_params
 from jspec.draft.formats.dflash_format import head_params as block_params
+from jspec.draft.gemma4_assistant_head import AssistantConfig, AssistantHead, assistant_params
 from jspec.draft.head_config import DFlash2Config, DFlashConfig, DSparkConfig, Eagle3Config, PEagleConfig
 from jspec.models.config.decoder_config import ModelConfig
+from jspec.models.config.layer_config import LayerConfig
 from jspec.models.decoder import Model
 from jspec.models.families import read_config
+from jspec.models.families.gemma4_layers import queries_only
+from jspec.models.mixers.gqa import GQA
 from jspec.models.mixers.mla import MLA
+from jspec.models.mixers.shared_kv import TargetKV
+from jspec.models.mlps.mlp_config import Dense
 from jspec.models.mlps.shared_expert import join_layers
 from jspec.models.parts.rope import Rope
 from jspec.models.weights.params import model_params, random_weights
@@ -71,7 +77,13 @@ TARGETS = {
 PEAGLE_LAYERS = 4  # of published P-EAGLE heads
 DFLASH_LAYERS = 5  # of published DFlash heads; each reads as many states of the target
 DRAFT_VOCAB = {name: 128 if name.startswith("tiny") else 32000 for name in TARGETS} | {"least": 16}
-BLOCK_HEADS: dict[str, Any] = {"dflash": DFlashHead, "dflash2": DFlash2Head, "dspark": DSparkHead}
+HEADS: dict[str, Any] = {  # record and declarations of the weights of each head
+    **dict.fromkeys(("eagle3", "peagle"), (EagleHead, head_params)),
+    "dflash": (DFlashHead, block_params),
+    "dflash2": (DFlash2Head, block_params),
+    "dspark": (DSparkHead, block_params),
+    "gemma4_assistant": (AssistantHead, assistant_params),
+}
 # Intermediate channels of heads for targets with experts.
 HEAD_WIDTH = {"qwen3-30b-a3b": 6144, "qwen3.5-35b-a3b": 6144, "gpt-oss-20b": 17280, "gemma4-26b-a4b": 8448}
 HEAD_WIDTH |= {"tiny-moe": 192}
@@ -105,6 +117,8 @@ def head_config(shape: str, method: str = "eagle3") -> Any:
     sizes |= dict(intermediate_size=HEAD_WIDTH.get(name, c.intermediate_size), draft_vocab_size=DRAFT_VOCAB[name])
     if isinstance(attention := c.attention, MLA):  # published heads have key-value heads of their own
         sizes |= dict(num_kv_heads=attention.heads, head_dim=attention.value_dim)
+    if method == "gemma4_assistant":
+        return _assistant(c)
     if method == "eagle3":
         return Eagle3Config.of_sizes(**sizes)
     if method == "peagle":
@@ -118,6 +132,29 @@ def head_config(shape: str, method: str = "eagle3") -> Any:
         head = DFlash2Config.of_sizes(**sizes, mask_token_id=0, block_size=8, selector_rank=256, selector_top_k=16)
         return replace(head, layers=tuple(replace(layer, block_taps=2, block_group=16) for layer in head.layers))
     return DSparkConfig.of_sizes(**sizes, mask_token_id=0, block_size=7, markov_rank=min(256, c.hidden_size))
+
+
+def _assistant(target: ModelConfig) -> AssistantConfig:
+    """Return the config of an assistant of four layers, of which the last one has no window."""
+    mixers = {layer.mixer.window is not None: layer.mixer for layer in target.layers if isinstance(layer.mixer, GQA)}
+    if len(mixers) < 2:
+        raise ValueError(f"drafter: expected layers with and without a window for an assistant, got {target.family}")
+    layers = tuple(
+        LayerConfig(
+            queries_only(TargetKV, mixers[of_window], of_window=of_window),
+            Dense(8192, "gelu_tanh"),
+            norms="both",
+            has_scale=True,
+        )
+        for of_window in (True, True, True, False)
+    )
+    return AssistantConfig(
+        vocab_size=target.vocab_size,
+        hidden_size=1024,
+        layers=layers,
+        norm_eps=target.norm_eps,
+        target_hidden_size=target.hidden_size,
+    )
 
 
 def random_target(
@@ -145,5 +182,5 @@ def random_target(
 def random_head(shape: str, dtype: str, quantize: str | None = None, *, method: str = "eagle3", seed: int = 1) -> Any:
     """Return a target's head with random weights, whose drafts are practically never accepted."""
     config = head_config(shape, method)
-    head, params = (EagleHead, head_params) if method in ("eagle3", "peagle") else (BLOCK_HEADS[method], block_params)
+    head, params = HEADS[method]
     return head.from_weights(config, random_weights(params(config), dtype, seed, quantize))

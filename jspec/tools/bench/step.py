@@ -30,6 +30,7 @@ from jspec.draft.dflash_head import DFlashHead
 from jspec.draft.dspark import DSpark
 from jspec.draft.eagle import Eagle3
 from jspec.draft.eagle_head import EagleHead
+from jspec.draft.gemma4_assistant import Gemma4Assistant
 from jspec.draft.peagle import PEagle
 from jspec.models.decoder import Model
 from jspec.models.parts.kv_pool import PoolShape
@@ -48,6 +49,7 @@ DRAFTERS: dict[str, Callable[..., Drafter]] = {
     "dflash": DFlash,
     "dflash2": DFlash2,
     "dspark": DSpark,
+    "gemma4_assistant": Gemma4Assistant,
 }
 GROUP = 32  # steps dispatched between two looks at the clock; only the first one finds an idle device
 GROUPS = 12
