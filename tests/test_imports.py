@@ -40,7 +40,7 @@ SUB_FLOORS = {  # of packages that are divided, from the lowest floor up
         ("lookup", "eagle_head", "dflash_head", "gemma4_assistant_head", "expand_block", "pretrained"),
         ("dspark_head", "dflash2_head", "newest_state"),
         ("formats",),
-        ("ngram", "suffix", "draft_model", "medusa", "eagle", "dflash", "gemma4_assistant"),
+        ("ngram", "suffix", "draft_model", "medusa", "uno", "eagle", "dflash", "gemma4_assistant"),
         ("mtp", "peagle", "dspark", "dflash2", "beside"),
         ("auto",),
         ("named", "verifier", "choice"),

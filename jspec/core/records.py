@@ -206,7 +206,8 @@ class TokenBatch(WithNumerics):
     paths: Int[Array, "batch tokens depths"] | None = None  # visible node at each depth, for deterministic attention
     packing: Packing | None = None  # tokens that the matrix products see, as rows of one sequence; None: all tokens
     adapters: Any = None  # `jspec.models.parts.adapter_tables.AdapterTables` of the target; None: no row has an adapter
-    adapter: Int[Array, "batch"] | None = None  # table of each sequence, counted from 1; 0: none
+    # Table of each sequence, or of each token [batch, tokens], counted from 1; 0: none.
+    adapter: Int[Array, "batch ..."] | None = None
 
     def pad(self, more: int) -> TokenBatch:
         """Return this batch with ``more`` padding tokens per sequence, which are neither written nor attended to.

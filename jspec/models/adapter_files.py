@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -60,6 +61,11 @@ class AdapterFile:
     rank: int
     digest: bytes
     base: str
+
+
+def is_adapter(path: str | os.PathLike[str]) -> bool:
+    """Return whether a path is an existing folder with an adapter."""
+    return (Path(path).expanduser() / CONFIG).is_file()
 
 
 def read_adapter(path: str | os.PathLike[str]) -> AdapterFile:

@@ -182,7 +182,8 @@ def forward(
             batch = batch.pad(kernel_padding(sequences, tokens, gate_up, model.embed.dtype, mlp.activation))
     if batch.adapters is not None:
         assert batch.adapter is not None
-        table = batch.pack(jnp.broadcast_to(batch.adapter[:, None], batch.tokens.shape))
+        table = batch.adapter if batch.adapter.ndim == 2 else batch.adapter[:, None]
+        table = batch.pack(jnp.broadcast_to(table, batch.tokens.shape))
         model = replace(model, layers=batch.adapters.adapted(model.layers, table))
     eps, used = model.config.norm_eps, batch.pack(batch.is_used)
     x = normed = model.embedded(batch.pack(batch.tokens), batch.numerics)

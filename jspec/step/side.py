@@ -293,7 +293,7 @@ def check_apart(config: EngineConfig, mesh: Mesh | None, target: Model, drafter:
     """
     if drafter.mesh is None:
         return
-    if drafter.reads_target:
+    if drafter.reads_target or drafter.writes_target:
         raise ValueError(
             f"{type(drafter).__name__}: device: expected none, as it reads the target's caches, got "
             f"{', '.join(map(str, drafter.mesh.devices.flat))}; leave it out"

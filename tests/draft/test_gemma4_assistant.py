@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -14,27 +12,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
 import jspec
-from jspec import Engine, Gemma4Assistant, Model, NGram, SamplingParams, Tree
+from jspec import Engine, Gemma4Assistant, Model, SamplingParams, Tree
 from jspec.core.numerics import REFERENCE
 from jspec.core.records import PromptBatch, SlotView
 from jspec.draft import gemma4_assistant
-from jspec.draft.auto import load_drafter, read_header
-from jspec.draft.beside import Beside
-from jspec.draft.choice import DrafterChoice, choose_drafter
 from jspec.draft.expand_tree import EXCLUDED
 from jspec.draft.gemma4_assistant_head import AssistantHead
 from jspec.models.decoder import forward
 from jspec.models.kv_cache import create
 from jspec.models.parts.kv_pool import PoolShape
-from jspec.models.weights.quantize import quantize_weights
-from jspec.tools.convert import main
-from jspec.tools.info import inspect_pair
 from pallas_kernels.layers.partial_sums import reduce_partials
-from pallas_kernels.layers.weights import Quantized
-from tests.support import block_rounds, engines, folders, tiny
+from tests.support import block_rounds, engines, tiny
 from tests.support.arrays import on_device
 from tests.support.recordings import TOLERANCE, recording
 from tests.support.views import view_of_rows

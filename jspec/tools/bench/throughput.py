@@ -79,12 +79,12 @@ def synthetic_step(
 ) -> tuple[SlotState, StepOutput]:
     """Run the stages of `jspec.step.decode.spec_step`, and impose a verdict after the accept rule."""
     view = view_of(state, slots, program)
-    draft, draft_state = decode.draft_stage(program, params, state, view)
+    draft, state = decode.draft_stage(program, params, state, view)
     out, target = decode.verify_stage(program, params, state, view, draft)
     verdict = decode.accept_stage(program, out, view, draft)
     with jax.named_scope("impose"):
         verdict = impose(verdict, draft, view, program.drafter.tree, accepted)
-    state = replace(state, target=target, draft=draft_state)
+    state = replace(state, target=target)
     state = decode.commit_stage(program, params, state, view, draft, verdict, out)
     return state, StepOutput(report=decode.report_stage(view, draft, verdict)[None], trace=None)
 
