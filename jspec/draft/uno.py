@@ -47,9 +47,6 @@ class UNO(StatelessDrafter):
         adapter: the adapter, in the format of PEFT.
         tree: draft tree of any kind, or its text such as "chain:4". A tree of depth d takes a pass of d rows.
 
-    Raises:
-        ValueError: the tree has no draft tokens.
-
     Source: UNO as SGLang 0.5.23 serves it, which emits the root's token from the first pass; here it is verified.
     """
 
@@ -62,8 +59,6 @@ class UNO(StatelessDrafter):
         check_part(name, "adapter", adapter, AdapterFile, f"{name}.from_pretrained(path)")
         self.adapter = adapter
         self.tree = tree_of(name, tree)
-        if not self.tree.depth:
-            raise ValueError(f"{name}: tree: expected one with draft tokens, got {self.tree}")
 
     @classmethod
     @refuses_device(READS_FEATURES)
@@ -89,9 +84,7 @@ class UNO(StatelessDrafter):
     def bind(self, target: Model) -> BoundUNO:
         name = type(self).__name__
         if target.config.has_slot_states:
-            raise ValueError(
-                f"{name}: expected a target whose layers all have attention, got one with recurrent states"
-            )
+            raise ValueError(f"{name}: expected a target with attention in all layers, got one with recurrent states")
         try:
             table = as_tables(self.adapter, target, self.adapter.rank)
         except ValueError as error:

@@ -38,7 +38,7 @@ UNUSED: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ModuleAdapter:
     """The adapter of one module, in float32: the module's output has ``b @ a @ x`` more."""
 
@@ -46,7 +46,7 @@ class ModuleAdapter:
     b: np.ndarray  # [out, rank], times the adapter's scale
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class AdapterFile:
     """An adapter of a folder.
 

@@ -14,6 +14,7 @@ from scipy import stats
 
 from jspec import (
     MTP,
+    UNO,
     Beside,
     DFlash,
     DFlash2,
@@ -238,6 +239,7 @@ BLOCKS: dict[str, Callable[[Model, Tree], Drafter]] = {
         tiny.dflash2_head(target, block_size=4, feature_layers=(0, 1), candidates=3), tree
     ),
     "dspark": lambda target, tree: DSpark(tiny.dspark_head(target, block_size=3, feature_layers=(0, 1)), tree),
+    "uno": lambda target, tree: UNO(tiny.uno_adapter(target), tree),
     "rnn": lambda target, tree: DSpark(
         tiny.dspark_head(target, block_size=3, feature_layers=(0, 1), markov="rnn"), tree
     ),
@@ -266,6 +268,10 @@ BLOCKS: dict[str, Callable[[Model, Tree], Drafter]] = {
         ("mtp", "multi_candidate", PAIRS),
         ("peagle", "rejection", Tree.chain(3)),
         ("peagle", "multi_candidate", PAIRS),
+        ("uno", "rejection", Tree.chain(3)),
+        ("uno", "block", Tree.chain(3)),
+        ("uno", "traversal", PAIRS),
+        ("uno", "multi_candidate", PAIRS),
     ],
     ids=str,
 )

@@ -13,6 +13,7 @@ import pytest
 
 from jspec import (
     MTP,
+    UNO,
     DFlash,
     DFlash2,
     DraftModel,
@@ -89,6 +90,7 @@ DRAFTERS: dict[str, Callable[[Model, int], Drafter | None]] = {
         tiny.dspark_head(model, block_size=3, feature_layers=FEATURES, seed=seed), CHAIN
     ),
     "medusa": lambda model, seed: Medusa(tiny.medusa_heads(model, 2, seed=seed), CHAIN),
+    "uno": lambda model, seed: UNO(tiny.uno_adapter(model, seed=seed), CHAIN),
     "mtp": lambda model, seed: MTP(tiny.mtp_head(model, seed=seed), CHAIN),
     "beside": lambda model, seed: Beside(head(model, seed), NGram(CHAIN), "beside"),
     "draft model": lambda model, seed: DraftModel(drafting(model, seed), CHAIN),

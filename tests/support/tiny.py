@@ -24,6 +24,8 @@ from jspec.draft.formats.dflash_format import head_params as block_params
 from jspec.draft.head_config import METHODS, DFlash2Config, DFlashConfig, DSparkConfig, HeadConfig
 from jspec.draft.medusa import MedusaConfig, MedusaHeads, medusa_params
 from jspec.models import load
+from jspec.models.adapter_files import AdapterFile, ModuleAdapter
+from jspec.models.adapters import adaptable_weights
 from jspec.models.config.decoder_config import ModelConfig
 from jspec.models.decoder import Model
 from jspec.models.mixers.gated_delta import GatedDelta
@@ -239,6 +241,17 @@ def medusa_heads(target: Model, heads: int, *, seed: int = 1) -> MedusaHeads:
         else:  # all heads share the block of the first head
             weights[name] = drawn.get(name, drawn["heads.0.blocks.0.weight"])
     return MedusaHeads.from_weights(c, tree_of(weights))
+
+
+def uno_adapter(target: Model, *, rank: int = 2, seed: int = 1) -> AdapterFile:
+    """Return a random adapter of all weights that may have one."""
+    rng, modules = np.random.default_rng(seed), {}
+    for weight in (weight for layer in adaptable_weights(target) for weight in layer.values()):
+        for name, rows in weight.modules.items():
+            shapes = (rank, weight.spec.shape[1]), (rows, rank)
+            a, b = (rng.normal(size=shape).astype(np.float32) for shape in shapes)
+            modules[name] = ModuleAdapter(a / np.sqrt(a.shape[1]), b / 2)
+    return AdapterFile(modules, rank, digest=bytes([seed]), base="")
 
 
 def head_config(
