@@ -10,7 +10,7 @@ from pathlib import Path
 from convert.fields import MAX_SIZE, Fields, is_int, read_json, short
 
 TOKENIZER_FILES = ["*.json", "tokenizer.model", "merges.txt", "vocab.txt", "*.jinja"]
-HUB_FILES = [*TOKENIZER_FILES, "model*.safetensors", "medusa_lm_head.safetensors"]
+HUB_FILES = [*TOKENIZER_FILES, "model*.safetensors", "medusa_lm_head.safetensors", "adapter_model.safetensors"]
 TORCH_FILES = ["pytorch_model*.bin", "medusa_lm_head.pt"]  # downloaded if the repository has no safetensors files
 # Not downloaded: subfolders hold the weights in other formats. Chat templates in them are downloaded.
 SUBFOLDERS = [f"*/{pattern}" for pattern in [*HUB_FILES, *TORCH_FILES] if pattern != "*.jinja"]

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from jspec.draft.ngram import NGram
     from jspec.draft.peagle import PEagle
     from jspec.draft.suffix import Suffix
+    from jspec.draft.uno import UNO
     from jspec.engine.callers.api import Engine
     from jspec.engine.callers.replicas import Replicas
     from jspec.engine.request.metrics import Metrics
@@ -63,11 +64,13 @@ MODULES = {  # the module that defines each public name, except the names of mod
     "Suffix": "jspec.draft.suffix",
     "TokenLogprob": "jspec.engine.request.request",
     "Tree": "jspec.core.tree",
+    "UNO": "jspec.draft.uno",
     "frequent_tokens": "jspec.draft.draft_vocab",
 }
 
 __all__ = [
     "MTP",
+    "UNO",
     "Beside",
     "Chunk",
     "Completion",

@@ -43,6 +43,8 @@ class EngineOptions(TypedDict, total=False):
     processor_args: int
     logprobs_mode: str
     seed: int
+    adapters: int
+    adapter_rank: int
     implementation: str
     quantize: str | None
     deterministic: bool

@@ -14,7 +14,7 @@ from jspec.core.shorten import short
 ONE_MESH = "tensor_parallel=, the number of devices over which weights are divided; layers are not divided"
 REPLICAS = "jspec.Replicas(lambda mesh: Engine(..., mesh=mesh), devices), which runs an engine on each device"
 NO_BEAMS = "no such option, because jspec has no beam search"
-NO_LORA = "no such option, because jspec has no LoRA"
+ADAPTERS = "adapters=, the number of adapters that running requests may have at once"
 NO_OFFLOAD = "no such option, because weights and caches stay on the devices"
 NO_PADDING = "no such option, because batches need no padding"
 DRAFTER = 'drafter=, such as drafter="ngram", drafter="path/of/head" or drafter=jspec.Eagle3.from_pretrained(path)'
@@ -67,9 +67,10 @@ FOREIGN_NAMES: dict[str, str] = {
     "attn_implementation": "implementation=",
     "enforce_eager": "compile_ahead=, because programs are always compiled",
     "disable_cuda_graph": "compile_ahead=, because programs are always compiled",
-    "enable_lora": NO_LORA,
-    "lora_request": NO_LORA,
-    "max_loras": NO_LORA,
+    **dict.fromkeys(("enable_lora", "max_loras", "max_loras_per_batch", "max_cpu_loras"), ADAPTERS),
+    "max_lora_rank": "adapter_rank=",
+    **dict.fromkeys(("lora_modules", "lora_paths"), "Engine.load_adapter(name, path)"),
+    **dict.fromkeys(("lora_request", "lora_path", "lora_name"), "adapter= of a request, the name of a loaded adapter"),
     "revision": 'no such option, because the path names it, as in "owner/name@revision"',
     "trust_remote_code": "no such option, because code from a checkpoint is never run",
     "random_seed": "seed=",

@@ -205,6 +205,9 @@ class TokenBatch(WithNumerics):
     window: int | None = struct.field(pytree_node=False, default=None)  # number of newest rows attended to; None: all
     paths: Int[Array, "batch tokens depths"] | None = None  # visible node at each depth, for deterministic attention
     packing: Packing | None = None  # tokens that the matrix products see, as rows of one sequence; None: all tokens
+    adapters: Any = None  # `jspec.models.parts.adapter_tables.AdapterTables` of the target; None: no row has an adapter
+    # Table of each sequence, or of each token [batch, tokens], counted from 1; 0: none.
+    adapter: Int[Array, "batch ..."] | None = None
 
     def pad(self, more: int) -> TokenBatch:
         """Return this batch with ``more`` padding tokens per sequence, which are neither written nor attended to.

@@ -45,6 +45,7 @@ class Sampling:
     seed: UInt32[Array, "rows 2"] = row_field(np.uint32, 0, 2)  # 64-bit seed, high word first
     stop_ids: Int[Array, "rows 8"] = row_field(np.int32, -1, MAX_STOP_IDS)  # ids that end the row; -1 where unused
     draft_cap: Int[Array, "rows"] = row_field(np.int32, UNLIMITED)  # most draft tokens that a step accepts
+    adapter: Int[Array, "rows"] = row_field(np.int32, 0)  # table of the target's adapter, counted from 1; 0: none
 
     @classmethod
     @functools.cache

@@ -27,7 +27,9 @@ from jspec.draft.head_config import Overrides
 from jspec.draft.medusa import Medusa
 from jspec.draft.peagle import PEagle
 from jspec.draft.pretrained import Pretrained
+from jspec.draft.uno import UNO
 from jspec.models import load
+from jspec.models.adapter_files import is_adapter
 from jspec.models.load import FormatOf
 
 # The drafter of each kind of checkpoint; a target's folder also is a draft model's.
@@ -76,7 +78,7 @@ def load_drafter(
     length: int = DEFAULT_TREE.depth,
     mesh: Mesh | None = None,
 ) -> Drafter:
-    """Load a draft head or a draft model as a drafter.
+    """Load a draft head, a draft model, or an adapter with which the target drafts, as a drafter.
 
     Args:
         path: an existing folder, or else a hub id ("owner/name").
@@ -87,6 +89,8 @@ def load_drafter(
         length: number of draft tokens of the default chain.
         mesh: mesh over whose devices the weights are divided; None: the default device.
     """
+    if is_adapter(path):
+        return UNO.from_pretrained(path, tree=Tree.chain(length) if tree is None else tree)
     checkpoint = load_checkpoint(os.fspath(path), dtype=dtype, quantize=quantize, mesh=mesh)
     drafter = DRAFTERS[checkpoint.kind]
     weights = drafter.weights_of(checkpoint, mesh)

@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from jspec.core.records import Draft, PromptBatch, SlotView, Verdict
+from jspec.core.records import Draft, LayerState, PromptBatch, SlotView, Verdict
 from jspec.core.shorten import short
 from jspec.core.tree import ROOT_ONLY, Tree
 from jspec.models.config.decoder_config import DecoderConfig
@@ -48,6 +48,8 @@ class Drafter(abc.ABC):
     reads_predictions: ClassVar[bool] = False
     # Whether `draft` reads ``view.target``, the rows of committed tokens in the target's caches.
     reads_target: bool = False
+    # Whether it drafts by `draft_with_target`, in rows after the committed ones of the target's caches.
+    writes_target: ClassVar[bool] = False
     # Whether accepted tokens enter the draft cache only when `draft` or `write_pending_rows` runs next.
     has_pending_rows: bool = False
     # Whether `commit` reads the tokens of accepted nodes. If not, its state has the tokens that the drafter gave them,
@@ -119,6 +121,16 @@ class Drafter(abc.ABC):
     @abc.abstractmethod
     def draft(self, params: Params, state: DraftState, view: SlotView) -> tuple[Draft, DraftState]:
         """Propose a tree of tokens after each row's root; return the draft and the new state."""
+
+    def draft_with_target(
+        self, params: Params, target: Sequence[LayerState], view: SlotView
+    ) -> tuple[Draft, list[LayerState]]:
+        """Propose a tree by passes through the target; return the draft and the target's states.
+
+        Only rows that the round verifies may be written, because the target's pass overwrites them; only drafters with
+        ``writes_target`` implement this, and have no state.
+        """
+        raise NotImplementedError
 
     @abc.abstractmethod
     def commit(

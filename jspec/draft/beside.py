@@ -303,6 +303,10 @@ def _check_parts(model: object, lookup: object, join: object) -> None:
             f"Beside: model: expected {heads}, got a DraftModel, whose cache would lack the rows of accepted tokens "
             "that the look-up drafted; take a head, or the DraftModel alone"
         )
+    if isinstance(model, Drafter) and model.writes_target:
+        raise NotImplementedError(
+            f"Beside: model: expected {heads}, got {model!r}, which drafts in the target's caches; take it alone"
+        )
     if not isinstance(model, Drafter) or isinstance(model, (LookupDrafter, Beside, NoDraft)):
         raise TypeError(f"Beside: model: expected {heads}, got {short(model)}")
     if not isinstance(lookup, LookupDrafter):

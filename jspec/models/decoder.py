@@ -7,6 +7,7 @@ checkpoints. The query, key and value projections are fused into one weight, and
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -188,6 +189,11 @@ def forward(
         gate_up, mlp = model.layers[0].gate_up, model.config.layers[0].mlp
         if isinstance(mlp, Dense) and mlp.is_gated and gate_up is not None:
             batch = batch.pad(kernel_padding(sequences, tokens, gate_up, model.embed.dtype, mlp.activation))
+    if batch.adapters is not None:
+        assert batch.adapter is not None
+        table = batch.adapter if batch.adapter.ndim == 2 else batch.adapter[:, None]
+        table = batch.pack(jnp.broadcast_to(table, batch.tokens.shape))
+        model = replace(model, layers=batch.adapters.adapted(model.layers, table))
     eps, used = model.config.norm_eps, batch.pack(batch.is_used)
     x = normed = model.embedded(batch.pack(batch.tokens), batch.numerics)
     if (first_norm := model.layers[0].first_norm) is not None:

@@ -26,6 +26,7 @@ from jspec.server.http.counts import CountRequests, Counts
 from jspec.server.http.errors import ApiError, body_for
 from jspec.server.http.guards import Guard
 from jspec.server.http.settings import Settings
+from jspec.server.routes.adapters import LoadAdapter, UnloadAdapter
 from jspec.server.routes.answers import Generate
 from jspec.server.routes.anthropic import CountTokens, MessageAnswer
 from jspec.server.routes.chat import ChatAnswer
@@ -94,6 +95,8 @@ def _posts(service: Service) -> list[Route]:
         "/tokenize": Tokenize(service),
         "/detokenize": Detokenize(service),
     }
+    if service.settings.adapter_routes:
+        apps |= {"/v1/load_lora_adapter": LoadAdapter(service), "/v1/unload_lora_adapter": UnloadAdapter(service)}
     return [Route(path, app, methods=["POST"]) for path, app in apps.items()]
 
 

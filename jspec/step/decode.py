@@ -88,8 +88,8 @@ def spec_round(
         not return them.
     """
     view = round_view(program, params, state, slots)
-    draft, draft_state = draft_stage(program, params, state, view)
-    state, _, results = verify_and_commit(program, params, replace(state, draft=draft_state), view, draft)
+    draft, state = draft_stage(program, params, state, view)
+    state, _, results = verify_and_commit(program, params, state, view, draft)
     return state, *results
 
 
@@ -128,22 +128,28 @@ def verify_and_commit(
     return state, verdict, (report_stage(view, draft, verdict), trace, scores)
 
 
-def draft_stage(program: Program, params: Params, state: SlotState, view: SlotView) -> tuple[Draft, Any]:
+def draft_stage(program: Program, params: Params, state: SlotState, view: SlotView) -> tuple[Draft, SlotState]:
     """Draft a tree, with the text that a thinking budget forces, and no deeper than each request allows.
 
     If the tree has depth 0, the drafter only writes its pending rows.
     """
     with jax.named_scope("draft"):
-        if program.drafter.tree.depth == 0:
-            draft_state = program.drafter.write_pending_rows(params.draft, state.draft, view)
-            return static_draft(program.drafter.tree, view, [], []), draft_state
-        seen = replace(view, target=state.target) if program.drafter.reads_target else view
-        draft, draft_state = program.drafter.draft(params.draft, state.draft, seen)
-        if view.controls is not None and program.drafter.reads_accepted_tokens:
+        drafter = program.drafter
+        if drafter.tree.depth == 0:
+            state = replace(state, draft=drafter.write_pending_rows(params.draft, state.draft, view))
+            return static_draft(drafter.tree, view, [], []), state
+        if drafter.writes_target:
+            draft, target = drafter.draft_with_target(params.draft, state.target, view)
+            state = replace(state, target=target)
+        else:
+            seen = replace(view, target=state.target) if drafter.reads_target else view
+            draft, draft_state = drafter.draft(params.draft, state.draft, seen)
+            state = replace(state, draft=draft_state)
+        if view.controls is not None and drafter.reads_accepted_tokens:
             rows = view.controls.rows(view.slots)
-            draft = draft_forced_text(draft, rows, is_chain=program.drafter.tree.is_chain)
+            draft = draft_forced_text(draft, rows, is_chain=drafter.tree.is_chain)
         within_cap = depths(ancestors(draft.parents)) <= view.sampling.draft_cap[:, None]
-        return replace(draft, valid=draft.valid & within_cap), draft_state
+        return replace(draft, valid=draft.valid & within_cap), state
 
 
 def verify_stage(
@@ -173,6 +179,8 @@ def verify_stage(
             paths=by_depth(ancestors(draft.parents), tree.depth) if fixed and not tree.is_chain else None,
             packing=packing,
             slots=view.slots,
+            adapters=params.adapters,
+            adapter=view.sampling.adapter,
         )
         return forward(params.target, state.target, batch, feature_layers=program.feature_layers)
 

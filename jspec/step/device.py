@@ -72,6 +72,9 @@ class Device(Protocol):
     def wait(self, call: Callable[[], T]) -> T:
         """Return the result of a function that waits for the device."""
 
+    def load_adapter(self, index: int, adapter: Any) -> None:
+        """Load an adapter of the target into a table."""
+
     def use(self, drafter: Drafter, params: Params) -> None:
         """Run later steps with other weights of the same shapes, and with the drafter that was bound to them."""
 

@@ -42,6 +42,7 @@ class ExecutableKey:
         masked: whether the program takes token masks from the host.
         gathers_logits: whether, on several devices, a round gathers the logits of the whole vocabulary on each device,
             for rows that need more than `Program.divides_logits` allows. Log-probabilities need it too.
+        adapted: whether rows of the program may have adapters of the target.
     """
 
     kind: Kind
@@ -53,13 +54,14 @@ class ExecutableKey:
     masked: bool = False
     nodes: int | None = None
     gathers_logits: bool = False
+    adapted: bool = False
 
     @classmethod
     def round(cls, rows: int, depth: int, *, nodes: int | None = None, **outputs: bool) -> ExecutableKey:
         """Make the key of a decode step in one program. A step with log-probabilities also returns its drafts.
 
         Args:
-            outputs: the fields ``logprobs``, ``traced`` and ``gathers_logits``.
+            outputs: the fields ``logprobs``, ``traced``, ``gathers_logits`` and ``adapted``.
         """
         key = cls("round", rows, depth, nodes=nodes, **outputs)
         return replace(key, traced=key.traced or key.logprobs)
@@ -74,15 +76,17 @@ class ExecutableKey:
         traced: bool = True,
         masked: bool = True,
         nodes: int | None = None,
+        adapted: bool = False,
     ) -> tuple[ExecutableKey, ExecutableKey]:
         """Make the keys of a decode step in two programs, draft and verify; with masks it also returns its drafts."""
         outputs = dict(logprobs=logprobs, traced=traced or logprobs or masked, masked=masked)
-        return cls("draft", rows, depth), cls("verify", rows, depth, nodes=nodes, **outputs)
+        verify = cls("verify", rows, depth, nodes=nodes, adapted=adapted, **outputs)
+        return cls("draft", rows, depth), verify
 
     def covers(self, other: ExecutableKey) -> bool:
         """Return whether this program has at least the rows or tokens and the outputs of another program."""
         same = ("kind", "depth", "nodes", "prompt_logprobs", "masked")
-        more = ("size", "logprobs", "traced", "gathers_logits")
+        more = ("size", "logprobs", "traced", "gathers_logits", "adapted")
         return all(getattr(self, name) == getattr(other, name) for name in same) and all(
             getattr(self, name) >= getattr(other, name) for name in more
         )
@@ -94,22 +98,23 @@ class ExecutableKey:
             full_depth: depth of the drafter's whole tree.
         """
         scored, traced = " with logprobs" * self.logprobs, " traced" * (self.traced and not self.masked)
+        adapted = " with adapters" * self.adapted
         match self.kind:
             case "round":
                 cut = f", depth {self.depth}" * (self.depth != full_depth)
                 cut += "" if self.nodes is None else f", {self.nodes} nodes"
                 gathers = " of gathered logits" * self.gathers_logits
-                return f"round[{self.size}{cut}]" + (scored or traced) + gathers
+                return f"round[{self.size}{cut}]" + (scored or traced) + gathers + adapted
             case "draft" | "verify" | "commit":
                 masked = "masked " * self.masked
                 nodes = "" if self.nodes is None else f", {self.nodes} nodes"
-                return f"{masked}{self.kind}[{self.size}, depth {self.depth}{nodes}]" + (scored or traced)
+                return f"{masked}{self.kind}[{self.size}, depth {self.depth}{nodes}]" + (scored or traced) + adapted
             case "draft_prefill":
                 return f"draft prefill[{self.size}]"
             case "prefill" if self.masked:
-                return f"masked prefill[{self.size}]" + scored + " of prompts" * self.prompt_logprobs
+                return f"masked prefill[{self.size}]" + scored + " of prompts" * self.prompt_logprobs + adapted
             case "prefill":
-                return f"prefill[{self.size}]" + (" with prompt logprobs" if self.prompt_logprobs else scored)
+                return f"prefill[{self.size}]" + (" with prompt logprobs" if self.prompt_logprobs else scored) + adapted
         return self.kind
 
 
@@ -128,7 +133,7 @@ def covering(key: ExecutableKey, compiled: Collection[ExecutableKey], full_depth
     able = [other for other in list(compiled) if other.covers(key)]  # other threads may add programs meanwhile
     if not able:
         raise KeyError(f"no compiled program can run {key.name(full_depth)}")
-    return min(able, key=lambda other: (other.logprobs, other.traced, other.size))
+    return min(able, key=lambda other: (other.adapted, other.logprobs, other.traced, other.size))
 
 
 def page_updates(slots: int) -> int:

@@ -28,6 +28,7 @@ from jspec.core.records import COLUMNS, Draft, LayerState, SlotState
 from jspec.draft import prediction
 from jspec.draft.base import Drafter
 from jspec.models.kv_cache import copy_state, update_page_table
+from jspec.models.parts.adapter_tables import AdapterTables
 from jspec.models.weights.tensor_parallel import state_layout
 from jspec.sampling import grammar_mask, penalties
 from jspec.step.decode import spec_step
@@ -55,6 +56,7 @@ class Executables:
         state: the slot state; only its shapes and shardings are used.
         config: the engine's options.
         drafting: the executables of the devices that draft, if those are others.
+        adapters: tables of adapters of the target, of which only shapes and shardings are used; None: there are none.
 
     Attributes:
         compiled: the executables by key.
@@ -71,10 +73,12 @@ class Executables:
         state: SlotState,
         config: EngineConfig,
         drafting: Executables | None = None,
+        adapters: AdapterTables | None = None,
     ) -> None:
         (device, *_) = state.root.devices()
         self._program = replace(program, implementation=resolve(program.implementation, device))
         self._params = shapes_of(params, program.mesh)  # shapes, so that replaced weights are freed
+        self._adapted = replace(self._params, adapters=shapes_of(adapters, program.mesh))
         self._config = config
         self._drafting = drafting
         self._pages = state.page_table.shape[1]
@@ -211,8 +215,9 @@ class Executables:
             case "write_pending_rows":
                 step, inputs = write_pending_rows_step, [_int32(PENDING_ROWS_HEAD + self._pages)]
         options = dict(has_output=key.kind not in WITHOUT_OUTPUT, divides_logits=program.divides_logits)
-        step = step_on(mesh, partial(step, program), self._params, **options)
-        return step, 1, (self._params, state, *inputs)
+        params = self._adapted if key.adapted else self._params
+        step = step_on(mesh, partial(step, program), params, **options)
+        return step, 1, (params, state, *inputs)
 
     def draft_shape(self, key: ExecutableKey) -> Draft:
         """Return the shapes of the draft of a program, which these executables draft."""

@@ -74,6 +74,7 @@ class MemoryPlan:
         states: what the target's layers without pages keep in each slot, and its copies for the prefix cache.
         workspace: temporary memory of the largest program while it runs: logits, noise, activations.
         other: other arrays of this process on the device.
+        adapters: tables of adapters of the target.
         exchanges: memory that the kernels keep by which several devices exchange arrays, in all compiled programs.
         pages: number of pages in each pool.
         limit: largest total allowed, which is ``memory_fraction`` of ``device``.
@@ -93,13 +94,14 @@ class MemoryPlan:
     limit: int
     device: int
     states: int = 0
+    adapters: int = 0
     exchanges: int = 0
     is_measured: bool = False
 
     @property
     def total(self) -> int:
         """The total number of bytes in use while the engine runs."""
-        weights = self.target_weights + self.draft_weights
+        weights = self.target_weights + self.draft_weights + self.adapters
         return weights + self.state + self.workspace + self.exchanges + self.other
 
     @property
@@ -122,7 +124,7 @@ class MemoryPlan:
             workspace: self.workspace,
             "other arrays": self.other,
         }
-        rows |= {name: count for name in ("states", "exchanges") if (count := getattr(self, name))}
+        rows |= {name: count for name in ("states", "adapters", "exchanges") if (count := getattr(self, name))}
         parts = ", ".join(f"{name} {size(count)}" for name, count in rows.items())
         whose = "" if self.target_weights else " of the draft model's devices"
         return f"memory{whose}: {parts}; total {size(self.total)} of {size(self.limit)} (device: {size(self.device)})"
@@ -143,6 +145,7 @@ class MemoryPlanner:
         config: options of the engine.
         device: memory of the device.
         devices: number of devices over which the weights are divided.
+        adapters: bytes of the tables of adapters.
     """
 
     program: Program
@@ -150,6 +153,7 @@ class MemoryPlanner:
     config: EngineConfig
     device: DeviceMemory
     devices: int = 1
+    adapters: int = 0
 
     def plan(self, pool: PoolShape) -> MemoryPlan:
         """Plan the memory of an engine whose KV pools have the given shapes."""
@@ -173,6 +177,7 @@ class MemoryPlanner:
             features=tree_bytes(state.draft) - draft_pool,
             slots=tree_bytes(state) - tree_bytes((state.target, state.draft)),
             states=tree_bytes(state.target) - target_pool,
+            adapters=self.adapters,
             workspace=self._workspace(pool),
             other=max(self.device.in_use - sum(weights), 0),
             pages=pool.pages,

@@ -44,12 +44,13 @@ def prefill_step(
         )
         state = replace(state, token_history=history)
         view = replace(view, token_history=token_history(state, view.page_table))
+    adapted = replace(batch, adapters=params.adapters, adapter=batch.of_piece(view.sampling.adapter))
     with jax.named_scope("target"):
         normed = (params.target.config.num_layers + 1,) if program.prompt_logprobs else ()
         out, target = forward(
             params.target,
             state.target,
-            batch,
+            adapted,
             feature_layers=program.feature_layers + normed,
             logit_rows=batch.newest[:, None],
         )

@@ -48,6 +48,7 @@ from jspec.draft import prediction
 from jspec.draft.base import Drafter
 from jspec.models import kv_cache
 from jspec.models.decoder import Model
+from jspec.models.parts.adapter_tables import AdapterTables
 from jspec.models.parts.kv_pool import PoolShape
 from jspec.sampling import grammar_mask, penalties
 from jspec.sampling.logits_processor import LogitsProcessor
@@ -131,6 +132,7 @@ class Params:
 
     target: Model | None  # None: the devices have only the draft model
     draft: Any  # (): the devices have only the target
+    adapters: AdapterTables | None = None  # of the target; None: no row of the program has one
 
     @property
     def main(self) -> Model:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -31,7 +31,9 @@ from jspec.core.records import Draft, SlotState
 from jspec.draft.base import Drafter
 from jspec.draft.elsewhere import Elsewhere
 from jspec.draft.lookup import LookupState, states_with_corpus, with_corpora
+from jspec.models.adapters import empty_tables, on_devices, table_bytes
 from jspec.models.decoder import Model
+from jspec.models.parts.adapter_tables import AdapterTables, LowRank
 from jspec.models.parts.kv_pool import PoolShape
 from jspec.models.weights.quantize import check_device
 from jspec.step import memory
@@ -72,6 +74,7 @@ class Side:
         calls: makes this side's calls, in all processes that have its devices.
 
     Attributes:
+        adapters: tables of adapters of the target; None: the engine serves none, or the devices lack the target.
         state: the state of all slots and pools; each step takes its buffers and returns a new state.
         draft: what "draft" returned, or other devices drafted, until "verify" or "commit" takes it.
         programs: the compiled programs.
@@ -79,6 +82,7 @@ class Side:
         memory_plan: memory of each device, in bytes.
     """
 
+    adapters: AdapterTables | None
     state: SlotState
     programs: Executables
     memory_plan: memory.MemoryPlan
@@ -89,7 +93,10 @@ class Side:
         log_devices(program.mesh)
         devices = () if program.mesh is None else program.mesh.local_devices
         free, count = calls.least(memory.device_memory(*devices)), 1 if program.mesh is None else program.mesh.size
-        self.planner = memory.MemoryPlanner(*on_one(program, params), config, free, count)
+        adapters = 0
+        if params.target is not None:
+            adapters = table_bytes(params.target, config.adapters, config.adapter_rank, count)
+        self.planner = memory.MemoryPlanner(*on_one(program, params), config, free, count, adapters)
         self.draft: Draft | None = None
         self._kept: list[LookupState] = []
         self._rows, self._slots = np.zeros(0, np.int32), self.send(np.zeros(0, np.int32))
@@ -117,16 +124,23 @@ class Side:
         self._pool = pool
         self._make_state()
         others = None if drafting is self else drafting.programs
-        self.programs = Executables(self.program, self.params, self.state, self._config, others)
+        self.programs = Executables(self.program, self.params, self.state, self._config, others, self.adapters)
         self._update_memory_plan([])
 
     def _make_state(self) -> None:
-        """Allocate a state without requests."""
-        self.state = make_state(self.program, self.params, self._pool)
-        jax.block_until_ready(self.state)
+        """Allocate a state without requests, and tables without adapters."""
+        self.state, self.adapters = make_state(self.program, self.params, self._pool), None
+        if self._config.adapters and self.params.target is not None:
+            self.adapters = empty_tables(self.params.target, self._config.adapters, self._config.adapter_rank)
+        jax.block_until_ready((self.state, self.adapters))
 
     def _drop_state(self) -> None:
-        self.state, self.draft = None, None  # type: ignore[assignment]
+        self.state, self.draft, self.adapters = None, None, None  # type: ignore[assignment]
+
+    def load_adapter(self, index: int, adapter: Sequence[Mapping[str, LowRank]]) -> None:
+        """Load an adapter of `jspec.models.adapters.as_tables` into a table, which no step in flight reads anew."""
+        assert self.adapters is not None and self.params.target is not None
+        self.adapters = self.adapters.with_table(index, on_devices(adapter, self.params.target))
 
     def use(self, drafter: Drafter, params: Params) -> None:
         """Run later steps with other weights of the same shapes, and with the drafter that was bound to them."""
@@ -212,7 +226,8 @@ class Side:
         if key.kind in WITHOUT_OUTPUT:
             self.state = program(self.params, self.state, *sent)
             return None
-        self.state, output = program(self.params, self.state, *sent)
+        params = replace(self.params, adapters=self.adapters) if key.adapted else self.params
+        self.state, output = program(params, self.state, *sent)
         if key.kind == "draft":
             self.draft = output
         else:
@@ -278,7 +293,7 @@ def check_apart(config: EngineConfig, mesh: Mesh | None, target: Model, drafter:
     """
     if drafter.mesh is None:
         return
-    if drafter.reads_target:
+    if drafter.reads_target or drafter.writes_target:
         raise ValueError(
             f"{type(drafter).__name__}: device: expected none, as it reads the target's caches, got "
             f"{', '.join(map(str, drafter.mesh.devices.flat))}; leave it out"

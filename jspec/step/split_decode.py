@@ -39,10 +39,10 @@ def draft_step(
         state: the slot state; its buffers are donated.
         slots: slot of each batch row; a padding row has the number of slots.
     """
-    draft, draft_state = draft_stage(program, params, state, round_view(program, params, state, slots))
+    draft, state = draft_stage(program, params, state, round_view(program, params, state, slots))
     if draft.probs is None:  # the map is of no use then, and may have to cross to other devices
         draft = replace(draft, vocab_map=None)
-    return replace(state, draft=draft_state), draft
+    return state, draft
 
 
 def verify_step(

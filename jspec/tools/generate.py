@@ -40,6 +40,7 @@ PRETRAINED = {  # the drafter of each option that names a folder
     "dspark": "DSpark",
     "mtp": "MTP",
     "gemma4_assistant": "Gemma4Assistant",
+    "uno": "UNO",
     "draft_model": "DraftModel",
 }
 HEADS = (
@@ -177,7 +178,8 @@ def make_drafter(arguments: argparse.Namespace) -> Drafter | None:
     options = draft_options(arguments)
     for option, name in PRETRAINED.items():
         if path := getattr(arguments, option):
-            drafter = getattr(jspec, name).from_pretrained(path, dtype=arguments.dtype, **options)
+            dtype = {} if option == "uno" else {"dtype": arguments.dtype}  # an adapter has the target's
+            drafter = getattr(jspec, name).from_pretrained(path, **dtype, **options)
             return drafter if arguments.lookup is None else with_lookup(drafter, arguments.lookup, arguments.join)
     if arguments.ngram:
         return jspec.NGram(**options)

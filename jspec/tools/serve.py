@@ -53,6 +53,14 @@ def _add_engine_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--prefill-budget", type=int, metavar="N", help="prompt tokens between two rounds")
     about = "largest number of tokens of a request's prediction, from which a look-up drafts"
     group.add_argument("--predicted-tokens", type=int, metavar="N", help=about)
+    group.add_argument(
+        "--adapter", nargs="+", metavar="NAME=PATH", help="LoRA adapters, which requests name as their model"
+    )
+    group.add_argument("--adapters", type=int, metavar="N", help="adapters in use at once; default: as many as named")
+    group.add_argument(
+        "--adapter-rank", type=int, metavar="R", help=f"largest rank; default: {EngineConfig.adapter_rank}"
+    )
+    group.add_argument("--adapter-routes", action="store_true", help="let requests load and unload adapters")
     group.add_argument("--adaptive", action="store_true", help="choose the draft depth from measured acceptance")
     group.add_argument("--warm", metavar="LIST", help=f"compile before the first request: {','.join(WARM)}")
     group.add_argument("--live", action="store_true", help="let the page show draft trees (jspec.rounds)")
@@ -158,6 +166,7 @@ def run(arguments: argparse.Namespace) -> int:
             check_formats(template_of(tokenizer), settings)
             settings = replace(settings, sampling=model_sampling(arguments.generation_config, arguments.target))
             with make_engine(arguments, tokenizer) as engine:
+                load_adapters(arguments, engine)
                 texts = compiling(address, settings), greeting(address, settings)
                 listens, ready = (partial(print, text, end="", flush=True) for text in texts)
                 return serve(engine, settings, listener, listens, ready)
@@ -205,9 +214,26 @@ def make_engine(arguments: argparse.Namespace, tokenizer: Tokenizer) -> Engine |
 
 def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the options of the engine that are given, besides those of `jspec generate`."""
-    names = ("slots", "pages", "memory_fraction", "prefill_budget", "predicted_tokens")
+    names = ("slots", "pages", "memory_fraction", "prefill_budget", "predicted_tokens", "adapters", "adapter_rank")
     options = {name: value for name in names if (value := getattr(arguments, name)) is not None}
+    if arguments.adapter and arguments.adapters is None:
+        options["adapters"] = len(arguments.adapter)
     return options | ({"adaptive": True} if arguments.adaptive else {})
+
+
+def load_adapters(arguments: argparse.Namespace, engine: Engine | Replicas) -> None:
+    """Load the adapters of a parsed command line.
+
+    Raises:
+        ValueError: an option is not NAME=PATH, or names the model; or an adapter cannot be loaded.
+    """
+    for text in arguments.adapter or ():
+        name, _, path = text.partition("=")
+        if not name or not path:
+            raise ValueError(f"--adapter: expected NAME=PATH, got {text!r}")
+        if name in (arguments.served_model_name or (arguments.target,)):
+            raise ValueError(f"--adapter: expected another name than the model's, got {name!r}")
+        engine.load_adapter(name, path)
 
 
 def make_settings(arguments: argparse.Namespace) -> Settings:
@@ -249,7 +275,7 @@ def _check_access(arguments: argparse.Namespace, keys: Sequence[str]) -> None:
 
 
 SAME = (  # options with the name of their setting
-    *("host", "port", "max_queue", "max_body", "request_timeout", "live", "log_text", "tool_parser"),
+    *("host", "port", "max_queue", "max_body", "request_timeout", "live", "adapter_routes", "log_text", "tool_parser"),
     *("reasoning_parser", "reasoning_field"),
 )
 

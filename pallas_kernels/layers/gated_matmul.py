@@ -17,6 +17,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.layers import hopper
+from pallas_kernels.layers.adapted import Adapted
 from pallas_kernels.layers.dense import gated_kernel, hopper_kernel
 from pallas_kernels.layers.dense.gated_kernel import has_few_rows
 from pallas_kernels.layers.dense.grouped_matmul import packed_tiles
@@ -29,7 +30,9 @@ from pallas_kernels.layers.weights import Inputs, Quantized, Weight
 LEAST_ROWS = 32  # with fewer rows of two bytes XLA is as fast as `hopper_kernel`; with float8 it has six more launches
 
 
-def tiles_for(x: Inputs | jax.ShapeDtypeStruct, weight: Weight, activation: Activation = "silu") -> HopperTiles | None:
+def tiles_for(
+    x: Inputs | jax.ShapeDtypeStruct, weight: Weight | Adapted, activation: Activation = "silu"
+) -> HopperTiles | None:
     """Returns the tile sizes of the Hopper kernel for x and a weight [2 out, inner]; None: it does not support them.
 
     XLA rounds gate and up before it multiplies activation(gate) by up. It computes activation functions that are not in
@@ -37,7 +40,7 @@ def tiles_for(x: Inputs | jax.ShapeDtypeStruct, weight: Weight, activation: Acti
     """
     multiprocessors, dtype = hopper.multiprocessors(), jnp.dtype(x.dtype)
     (both, inner), rows = weight.shape, math.prod(x.shape[:-1])
-    if multiprocessors is None or dtype.itemsize != 2 or activation not in SIGMOIDS:
+    if isinstance(weight, Adapted) or multiprocessors is None or dtype.itemsize != 2 or activation not in SIGMOIDS:
         return None
     if isinstance(weight, Quantized):
         if not weight.is_dynamic:
@@ -69,7 +72,7 @@ def kernel_padding(sequences: int, rows: int, weight: Weight, dtype: jnp.dtype, 
     return more if tiles_for(x, weight, activation) and not has_few_rows(x, weight, activation) else 0
 
 
-def _kernel_of_packed(x: Inputs, weight: Weight, activation: Activation) -> Callable[..., Array] | None:
+def _kernel_of_packed(x: Inputs, weight: Weight | Adapted, activation: Activation) -> Callable[..., Array] | None:
     """Returns a function of the arguments of `gated_matmul` that runs `int4_kernel`; None: it does not support them."""
     rows = math.prod(x.shape[:-1])
     if not isinstance(weight, Quantized) or activation not in SIGMOIDS:
@@ -88,7 +91,7 @@ def _kernel_of_packed(x: Inputs, weight: Weight, activation: Activation) -> Call
 
 @functools.partial(jax.jit, static_argnames=("activation", "implementation"))
 def gated_matmul(
-    x: Inputs, weight: Weight, *, activation: Activation = "silu", implementation: Implementation = "auto"
+    x: Inputs, weight: Weight | Adapted, *, activation: Activation = "silu", implementation: Implementation = "auto"
 ) -> Float[Array, "*rows out"]:
     """Returns activation(x @ gate.T) * (x @ up.T) in x's dtype; sums are computed in float32.
 
@@ -100,7 +103,7 @@ def gated_matmul(
             for up to 8 rows or a multiple of 8 up to 320, and activations in `SIGMOIDS`. The weight must be of kind
             "fp8_dynamic", or have two bytes per value while x has at least 32 rows. The kernel of a few rows multiplies
             8 to 64 rows by a wide weight of two bytes per value (`has_few_rows`). A weight of kind "int4" is multiplied
-            by its own kernel (`packed_tiles`). Otherwise XLA computes the product.
+            by its own kernel (`packed_tiles`). Otherwise, and with adapters, XLA computes the product.
     """
 
     def reference(x, weight):

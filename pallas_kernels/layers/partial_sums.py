@@ -1,6 +1,6 @@
 """The partial sums of a matrix product, which the kernel that reads them adds up, with scales or on several devices."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from pallas_kernels.layers.adapted import Adapted
 from pallas_kernels.layers.shard import OwnColumns, Shard, gather_columns
 
 
@@ -98,3 +99,23 @@ def reduce_partials(parts: PartialSums, dtype: jnp.dtype) -> Float[Array, "*rows
     values, scales = split_scales(parts)
     total = sum_f32(values)
     return (total * scales[0][..., None] * scales[1] if scales else total).astype(dtype)
+
+
+def add_adapters(
+    sums: PartialSums,
+    x: Float[Array, "*rows inner"],
+    weight: Adapted,
+    multiply: Callable[[Array, Array], Float[Array, "*rows out"]],
+    dtype: jnp.dtype,
+) -> Float[Array, "1 *rows out"]:
+    """Returns a product with a weight that has adapters as one partial sum.
+
+    Args:
+        sums: product of x with the weight without adapters.
+        x: activations.
+        weight: the weight.
+        multiply: function (x, w) that returns x @ w.T in float32.
+        dtype: dtype of the result.
+    """
+    inner = weight.of_tables(multiply(x, weight.a))
+    return (reduce_partials(sums, jnp.float32) + multiply(inner, weight.b)).astype(dtype)[None]

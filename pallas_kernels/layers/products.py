@@ -5,9 +5,10 @@ import math
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from pallas_kernels.layers.adapted import Adapted
 from pallas_kernels.layers.dense.grouped_matmul import grouped_matmul, is_grouped
 from pallas_kernels.layers.dense.plain_product import plain_product
-from pallas_kernels.layers.partial_sums import Factors, PartialSums, Scaled, join, reduce_partials
+from pallas_kernels.layers.partial_sums import Factors, PartialSums, Scaled, add_adapters, join, reduce_partials
 from pallas_kernels.layers.quantize_rows import Activation, gated, quantize_activation
 from pallas_kernels.layers.shard import Shard
 from pallas_kernels.layers.weights import Inputs, Quantized, QuantizedActivation, Weight, has_group_scales
@@ -46,7 +47,7 @@ def factors(x: Inputs, weight: Weight, *, gate: Activation | None = None, implem
 
 def matmul_unscaled(
     x: Inputs,
-    weight: Weight,
+    weight: Weight | Adapted,
     dtype: jnp.dtype | None = None,
     *,
     gate: Activation | None = None,
@@ -61,6 +62,10 @@ def matmul_unscaled(
         own_dtype = dtype if weight.by == "rows" else jnp.float32
         own = matmul_unscaled(x, weight.weight, own_dtype, gate=gate, implementation=implementation)
         return join(own, weight, dtype or x.dtype)
+    if isinstance(weight, Adapted):
+        assert not isinstance(x, QuantizedActivation)
+        sums = matmul_unscaled(x, weight.weight, jnp.float32, gate=gate, implementation=implementation)
+        return add_adapters(sums, gated(x, gate) if gate else x, weight, product_f32, dtype or x.dtype)
     if isinstance(weight, Quantized) and is_grouped(math.prod(x.shape[:-1]), weight, x.dtype):
         return matmul_grouped(x, weight, dtype, gate=gate, implementation=implementation)
     f = factors(x, weight, gate=gate, implementation=implementation)
@@ -72,6 +77,11 @@ def matmul_unscaled(
     if f.row_scale is not None and f.scale is not None:
         return Scaled(sums[None], f.row_scale, f.scale)
     return f.scaled(sums).astype(dtype)[None]
+
+
+def product_f32(x: Float[Array, "*rows inner"], weight: Float[Array, "out inner"]) -> Float[Array, "*rows out"]:
+    """Returns x @ weight.T in float32."""
+    return plain_product(x, weight, jnp.dtype("float32"))
 
 
 def matmul_grouped(
@@ -100,7 +110,7 @@ def matmul_grouped(
 
 def matmul(
     x: Inputs,
-    weight: Weight,
+    weight: Weight | Adapted,
     dtype: jnp.dtype | None = None,
     *,
     gate: Activation | None = None,

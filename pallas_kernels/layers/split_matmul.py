@@ -17,15 +17,16 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.layers import hopper
+from pallas_kernels.layers.adapted import Adapted
 from pallas_kernels.layers.dense import hopper_kernel, split_kernel
 from pallas_kernels.layers.dense.grouped_matmul import is_grouped, packed_tiles
 from pallas_kernels.layers.dense.hopper_tiling import HopperTiles, choose_tiles
 from pallas_kernels.layers.dense.split_kernel import FEW_ROWS, LEAST_OUT, MOST_ROWS, WIDEST_OUT, kernel_sizes, parts_of
-from pallas_kernels.layers.partial_sums import PartialSums, Scaled, join
-from pallas_kernels.layers.products import factors, matmul_grouped, matmul_unscaled
-from pallas_kernels.layers.quantize_rows import FP8, Activation
+from pallas_kernels.layers.partial_sums import PartialSums, Scaled, add_adapters, join
+from pallas_kernels.layers.products import factors, matmul_grouped, matmul_unscaled, product_f32
+from pallas_kernels.layers.quantize_rows import FP8, Activation, gated
 from pallas_kernels.layers.shard import Shard
-from pallas_kernels.layers.weights import Inputs, Quantized, Weight, has_dynamic_activations
+from pallas_kernels.layers.weights import Inputs, Quantized, QuantizedActivation, Weight, has_dynamic_activations
 
 
 def _hopper(f, after, *, tiles, interpret):
@@ -47,7 +48,7 @@ def hopper_tiles(rows: int, weight: Weight) -> HopperTiles | None:
 @functools.partial(jax.jit, static_argnames=("gate", "dtype", "first", "implementation"))
 def split_matmul(
     x: Inputs,
-    weight: Weight,
+    weight: Weight | Adapted,
     *,
     gate: Activation | None = None,
     after: Float[Array, "..."] | None = None,
@@ -61,6 +62,7 @@ def split_matmul(
     exceed. Several partial sums are float32. There are exceptions:
     - With more than 64 rows of bfloat16, several partial sums are bfloat16, because they are written faster. Their
       total rounding error is about that of one rounding of the sum, unless the partial sums cancel each other.
+    - The product with adapters is a single partial sum of float32.
     - The product of several devices is that of `join`. If devices hold columns, several partial sums of bfloat16 rows
       are bfloat16, so that devices exchange half as many bytes.
     - With "fp8_dynamic", the result is a `Scaled` if there is a single partial sum (in float32 up to 64 rows), or if
@@ -84,6 +86,10 @@ def split_matmul(
         own_dtype = x.dtype if weight.by == "columns" and x.dtype == jnp.bfloat16 else dtype
         own = split_matmul(x, weight.weight, gate=gate, after=after, dtype=own_dtype, implementation=implementation)
         return join(own, weight, x.dtype)
+    if isinstance(weight, Adapted):
+        assert not first and not isinstance(x, QuantizedActivation)
+        sums = split_matmul(x, weight.weight, gate=gate, after=after, dtype=dtype, implementation=implementation)
+        return add_adapters(sums, gated(x, gate) if gate else x, weight, product_f32, jnp.dtype("float32"))
     assert not first or not isinstance(weight, Quantized)
     (out, inner), shape = (weight.shape[0] - first, weight.shape[1]), x.shape[:-1]
     rows, width = math.prod(shape), 1 if isinstance(weight, Quantized) else weight.dtype.itemsize

@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num, UInt8
 
+from pallas_kernels.layers.adapted import Adapted
 from pallas_kernels.layers.shard import Shard
 
 Kind = Literal["int8", "fp8", "fp8_dynamic", "int4", "mxfp4"]
@@ -131,8 +132,11 @@ Weight = Float[Array, "_ _"] | Quantized | Shard  # [out, inner]
 Inputs = Float[Array, "*rows inner"] | QuantizedActivation
 
 
-def has_dynamic_activations(weight: Weight | None) -> bool:
-    """Returns whether activations are quantised before they are multiplied by this weight; None: there is none."""
+def has_dynamic_activations(weight: Weight | Adapted | None) -> bool:
+    """Returns whether activations are quantised before they are multiplied by this weight; None: there is none.
+
+    Those of a weight with adapters are quantised in the product, because the adapters multiply them unquantised.
+    """
     weight = weight.weight if isinstance(weight, Shard) else weight
     return isinstance(weight, Quantized) and weight.is_dynamic
 

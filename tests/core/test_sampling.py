@@ -11,14 +11,13 @@ import pytest
 from jspec.core.prompt_blocks import UNLIMITED
 from jspec.core.sampling import Sampling
 
-ORDER = "<fiffII8ii"  # of the fields, as numbers of 4 bytes
-VALUES = (0.7, 40, 0.9, 0.05, 0xFFFFFFFF, 7, 5, 2**31 - 1, *[-1] * 6, 3)
+ORDER = "<fiffII8iii"  # of the fields, as numbers of 4 bytes
+VALUES = (0.7, 40, 0.9, 0.05, 0xFFFFFFFF, 7, 5, 2**31 - 1, *[-1] * 6, 3, 2)
 
 
 def row() -> Sampling:
-    return Sampling.row(
-        temperature=0.7, top_k=40, top_p=0.9, min_p=0.05, seed=(0xFFFFFFFF, 7), stop_ids=(5, 2**31 - 1), draft_cap=3
-    )
+    cuts = dict(temperature=0.7, top_k=40, top_p=0.9, min_p=0.05)
+    return Sampling.row(**cuts, seed=(0xFFFFFFFF, 7), stop_ids=(5, 2**31 - 1), draft_cap=3, adapter=2)
 
 
 def test_packed_row_has_the_bytes_of_its_fields_in_order() -> None:

@@ -14,6 +14,7 @@ from scipy import stats
 
 from jspec import (
     MTP,
+    UNO,
     Beside,
     DFlash,
     DFlash2,
@@ -242,6 +243,7 @@ BLOCKS: dict[str, Callable[[Model, Tree], Drafter]] = {
     "assistant": lambda target, tree: Gemma4Assistant(
         tiny.assistant_head(target, clusters=VOCAB, top_clusters=3), tree
     ),
+    "uno": lambda target, tree: UNO(tiny.uno_adapter(target), tree),
     "rnn": lambda target, tree: DSpark(
         tiny.dspark_head(target, block_size=3, feature_layers=(0, 1), markov="rnn"), tree
     ),
@@ -275,6 +277,10 @@ BLOCKS: dict[str, Callable[[Model, Tree], Drafter]] = {
         ("assistant", "traversal", PAIRS),
         ("assistant", "multi_candidate", PAIRS),
         ("assistant", "coupled", Tree.topk(6, 3, 2)),
+        ("uno", "rejection", Tree.chain(3)),
+        ("uno", "block", Tree.chain(3)),
+        ("uno", "traversal", PAIRS),
+        ("uno", "multi_candidate", PAIRS),
     ],
     ids=str,
 )

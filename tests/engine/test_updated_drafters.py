@@ -13,6 +13,7 @@ import pytest
 
 from jspec import (
     MTP,
+    UNO,
     DFlash,
     DFlash2,
     DraftModel,
@@ -93,6 +94,7 @@ DRAFTERS: dict[str, Callable[[Model, int], Drafter | None]] = {
     "assistant": lambda model, seed: Gemma4Assistant(
         tiny.assistant_head(model, clusters=32, top_clusters=3, seed=seed), CHAIN
     ),
+    "uno": lambda model, seed: UNO(tiny.uno_adapter(model, seed=seed), CHAIN),
     "mtp": lambda model, seed: MTP(tiny.mtp_head(model, seed=seed), CHAIN),
     "beside": lambda model, seed: Beside(head(model, seed), NGram(CHAIN), "beside"),
     "draft model": lambda model, seed: DraftModel(drafting(model, seed), CHAIN),

@@ -61,10 +61,10 @@ def stages(program: Program) -> Callable[..., Any]:
 
     def one_round(params: Params, state: SlotState, slots: Any) -> tuple[SlotState, np.ndarray, np.ndarray]:
         view = gather_view(state, slots)
-        draft, draft_state = draft_stage(params, state, view)
+        draft, state = draft_stage(params, state, view)
         out, target = verify_stage(params, state, view, draft)
         verdict = accept_stage(out, view, draft)
-        state = state.replace(target=target, draft=draft_state)
+        state = state.replace(target=target)
         state = commit_stage(params, state, view, draft, verdict, out)
         drafted = np.where(view.active, LENGTH, 0)
         tail = np.stack([verdict.counts, verdict.accept_len, drafted, verdict.ended], axis=-1)

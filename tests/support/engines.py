@@ -81,7 +81,7 @@ def settings_of(programs: Executables) -> Any:
     program, config = programs._program, programs._config
     fields = {name: value for name, value in vars(program).items() if name not in ("drafter", "accept")}
     objects = [(type(each), _with_bytes(vars(each))) for each in (program.drafter, program.accept)]
-    leaves, structure = jax.tree.flatten((programs._params, programs._shapes))
+    leaves, structure = jax.tree.flatten((programs._adapted, programs._shapes))
     shapes = [(leaf.shape, leaf.dtype, leaf.weak_type, leaf.sharding) for leaf in leaves]
     drafting = None if programs._drafting is None else settings_of(programs._drafting)
     chosen = config.rounds_per_dispatch, config.logprobs_mode, prompt_blocks.BLOCK

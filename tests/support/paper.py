@@ -85,6 +85,7 @@ class PaperDevice:
         helpers += ["prediction"] if config.predicted_tokens else []
         helpers += ["write_pending_rows"] if program.drafter.has_pending_rows and config.prefix_cache else []
         self.programs = PaperPrograms(helpers)
+        self.adapters: dict[int, Any] = {}  # by table
 
     # -- a device's life
 
@@ -125,6 +126,9 @@ class PaperDevice:
 
     def receive(self, arrays: Any) -> Any:
         return arrays
+
+    def load_adapter(self, index: int, adapter: Any) -> None:
+        self.adapters[index] = adapter
 
     def wait(self, call: Callable[[], Any]) -> Any:
         return call()

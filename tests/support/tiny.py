@@ -25,6 +25,8 @@ from jspec.draft.gemma4_assistant_head import AssistantConfig, AssistantHead, as
 from jspec.draft.head_config import METHODS, DFlash2Config, DFlashConfig, DSparkConfig, HeadConfig
 from jspec.draft.medusa import MedusaConfig, MedusaHeads, medusa_params
 from jspec.models import load
+from jspec.models.adapter_files import AdapterFile, ModuleAdapter
+from jspec.models.adapters import adaptable_weights
 from jspec.models.config.decoder_config import ModelConfig
 from jspec.models.decoder import Model
 from jspec.models.families.gemma4_layers import queries_only
@@ -263,6 +265,17 @@ def assistant_head(target: Model, *, clusters: int = 0, top_clusters: int = 0, s
     if clusters:
         weights["clusters.ids"] = rng.permutation(own.vocab_size).astype(np.int32)
     return AssistantHead.from_weights(c, tree_of(weights))
+
+
+def uno_adapter(target: Model, *, rank: int = 2, seed: int = 1) -> AdapterFile:
+    """Return a random adapter of all weights that may have one."""
+    rng, modules = np.random.default_rng(seed), {}
+    for weight in (weight for layer in adaptable_weights(target) for weight in layer.values()):
+        for name, rows in weight.modules.items():
+            shapes = (rank, weight.spec.shape[1]), (rows, rank)
+            a, b = (rng.normal(size=shape).astype(np.float32) for shape in shapes)
+            modules[name] = ModuleAdapter(a / np.sqrt(a.shape[1]), b / 2)
+    return AdapterFile(modules, rank, digest=bytes([seed]), base="")
 
 
 def head_config(

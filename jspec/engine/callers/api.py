@@ -16,6 +16,7 @@ from jspec.draft.auto import load_drafter
 from jspec.draft.choice import choose_drafter
 from jspec.draft.named import AUTO, DrafterSource, make_drafter
 from jspec.draft.verifier import named_target
+from jspec.engine.callers.adapter_calls import AdapterCalls
 from jspec.engine.callers.engine_thread import ENDED, EngineThread
 from jspec.engine.callers.text_generator import OPTIONS, TextGenerator
 from jspec.engine.callers.trainer_calls import TrainerCalls
@@ -43,7 +44,7 @@ ELSEWHERE = {"SamplingParams": PARAMETERS, "Engine.from_pretrained": ("dtype",)}
 
 
 @final
-class Engine(TextGenerator, TrainerCalls):
+class Engine(TextGenerator, TrainerCalls, AdapterCalls):
     """Serves prompts with speculative decoding.
 
     A thread of the engine's own runs the requests, also when nobody waits for them. All methods may be called from
@@ -164,6 +165,10 @@ class Engine(TextGenerator, TrainerCalls):
             join_layers(checkpoint.config.mlps, checkpoint.weights["layers"])
         model = Model.from_weights(checkpoint.config, checkpoint.weights, mesh)
         return cls(model, drafter=proposes, logits_processor=logits_processor, **made, **options)
+
+    @property
+    def _adapted(self) -> tuple[EngineConfig, Model]:
+        return self.config, self.core.runner.params.main
 
     # -- how requests are run
 

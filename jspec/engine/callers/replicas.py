@@ -10,6 +10,7 @@ from weakref import finalize
 
 from jspec.core.config import EngineConfig
 from jspec.core.shorten import short
+from jspec.engine.callers.adapter_calls import AdapterCalls
 from jspec.engine.callers.api import Engine
 from jspec.engine.callers.engine_thread import EngineThread
 from jspec.engine.callers.replica_threads import ReplicaThreads
@@ -19,6 +20,7 @@ from jspec.engine.request.metrics import Metrics
 from jspec.engine.request.request import Request
 from jspec.engine.run.prometheus import joined
 from jspec.engine.text.tokenizer import Tokenizer
+from jspec.models.decoder import Model
 from jspec.step.on_mesh import Devices, meshes_of
 
 OWN_OPTIONS = ("mesh", "tensor_parallel")  # options in which replicas may differ
@@ -26,7 +28,7 @@ PROBED = 64  # number of token ids whose text must be equal for equal tokenizers
 
 
 @final
-class Replicas(TextGenerator, TrainerCalls):
+class Replicas(TextGenerator, TrainerCalls, AdapterCalls):
     """Serves prompts with several equal engines, each on devices of its own and in a thread of its own.
 
         with jspec.Replicas(lambda mesh: jspec.Engine.from_pretrained(path, mesh=mesh), jax.devices()) as replicas:
@@ -75,6 +77,10 @@ class Replicas(TextGenerator, TrainerCalls):
             engine.input_processor = self.input_processor  # so that each engine takes the requests of all
         super().__init__(ReplicaThreads([engine.threads for engine in engines]))
         self._end = finalize(self, self.threads.close)  # also without a call of `close`
+
+    @property
+    def _adapted(self) -> tuple[EngineConfig, Model]:
+        return self.engines[0]._adapted
 
     # -- how requests are run
 

@@ -11,7 +11,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -89,32 +89,35 @@ def with_ascii_digits(regex: str) -> str:
     return re.sub(r"\\(.)", lambda escape: DIGITS.get(escape[1], escape[0]), regex, flags=re.DOTALL)
 
 
-class TablePool:
-    """Records which grammar each table on the device holds.
+Content = TypeVar("Content")
 
-    Requests with equal grammars share a table. If all tables are taken, a new grammar replaces the least recently used
-    one among those that no running request has. Such a grammar always exists, because there are as many tables as
-    slots.
+
+class TablePool(Generic[Content]):
+    """Records what each of several tables on the device holds, such as which grammar.
+
+    Requests with equal contents share a table. If all tables are taken, a new content replaces the least recently used
+    one among those that no running request has. Running requests have fewer than there are tables: of grammars there
+    are as many tables as slots, and for adapters the scheduler sees to it.
     """
 
     def __init__(self, tables: int) -> None:
         self._tables = tables
-        self._held: OrderedDict[Grammar, int] = OrderedDict()  # least recently used first
+        self._held: OrderedDict[Content, int] = OrderedDict()  # least recently used first
 
-    def place(self, grammar: Grammar, in_use: Collection[Grammar]) -> tuple[int, bool]:
-        """Choose a table for a grammar; return its index, and whether the grammar must be loaded into it.
+    def place(self, content: Content, in_use: Collection[Content]) -> tuple[int, bool]:
+        """Choose a table; return its index, and whether the content must be loaded into it.
 
         Args:
-            in_use: grammars of running requests.
+            in_use: contents that running requests have.
         """
-        is_new = grammar not in self._held
+        is_new = content not in self._held
         if is_new:
             table = len(self._held)
             if table == self._tables:
                 table = self._held.pop(next(held for held in self._held if held not in in_use))
-            self._held[grammar] = table
-        self._held.move_to_end(grammar)
-        return self._held[grammar], is_new
+            self._held[content] = table
+        self._held.move_to_end(content)
+        return self._held[content], is_new
 
     def clear(self) -> None:
         """Mark all tables as empty."""

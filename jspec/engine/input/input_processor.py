@@ -20,7 +20,7 @@ from jspec.engine.input.caller_input import read_params, read_prompt, read_promp
 from jspec.engine.input.grammar_input import GrammarInput
 from jspec.engine.input.prediction_input import predicted_ids
 from jspec.engine.input.thinking_input import ThinkingInput
-from jspec.engine.request.request import OutputState, Request
+from jspec.engine.request.request import Adapter, OutputState, Request
 from jspec.engine.request.sampling_params import SamplingParams, sample_seed
 from jspec.engine.request.token_logprobs import PromptLogprobs
 from jspec.engine.request.too_long import PromptTooLong, check_characters
@@ -39,6 +39,7 @@ class InputProcessor:
         eos_ids: the model's end-of-sequence tokens.
         config: the engine's options.
         ids: iterator that gives each request its number.
+        adapters: the adapters that the engine has loaded, by name.
         gathers_logits: function that returns `Request.gathers_logits` for a request's parameters.
     """
 
@@ -48,6 +49,7 @@ class InputProcessor:
     config: EngineConfig
     ids: Iterator[int] = field(default_factory=lambda: count(1))
     gathers_logits: Callable[[SamplingParams], bool] = lambda params: False
+    adapters: dict[str, Adapter] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         wrong = [token for token in self.eos_ids if not 0 <= token < self.vocab_size]
@@ -92,6 +94,7 @@ class InputProcessor:
         prediction = predicted_ids(params.prediction, self.tokenizer, self.vocab_size, self.config.predicted_tokens)
         grammar = self._grammars.of(params, stop_ids, words)
         self._check_output(params)
+        adapter = self._adapter(params)
         numbers = [next(self.ids) for _ in range(params.n)]
         seed = self._seed(params, numbers[0])
         decoder = self._text_decoder(ids, params, stop_ids)
@@ -115,6 +118,8 @@ class InputProcessor:
                 gathers_logits=self.gathers_logits(params),
                 index=index,
                 siblings=siblings,
+                adapter=adapter,
+                cache_salt=b"" if adapter is None else adapter.digest,
                 owner=self,
                 output=OutputState(decoder if index == 0 else decoder.copy(), prompt_logprobs=prompt_logprobs),
             )
@@ -174,6 +179,16 @@ class InputProcessor:
         if params.skip_special_tokens:
             return self.tokenizer.with_special_tokens(params.visible_special_tokens)
         return self.tokenizer.with_special_tokens()
+
+    def _adapter(self, params: SamplingParams) -> Adapter | None:
+        """Return the adapter that a request names."""
+        if params.adapter is None or params.adapter in self.adapters:
+            return self.adapters.get(params.adapter or "")
+        names = ", ".join(map(repr, self.adapters)) or "none"
+        raise ValueError(
+            f"adapter: expected one that this engine has loaded ({names}), got {short(params.adapter)}; load it with "
+            "Engine.load_adapter"
+        )
 
     def _bad_words(self, params: SamplingParams, stop_ids: tuple[int, ...], max_new_tokens: int) -> penalty_input.Words:
         """Check the parameters that edit logits; return the bad words as token ids."""

@@ -13,12 +13,13 @@ from jspec.engine.request.request import Request
 from jspec.engine.schedule.scheduler import Piece
 
 
-def pack_piece(piece: Piece, *, width: int, depth: int, vocab_size: int) -> PromptPiece:
+def pack_piece(piece: Piece, *, width: int, depth: int, vocab_size: int, adapter: int = 0) -> PromptPiece:
     """Return a piece of a prompt as the record that `jspec.step.prefill.prefill_step` reads.
 
     Args:
         width: number of columns of the page table.
         depth: depth of the drafter's tree.
+        adapter: table of the request's adapter, counted from 1; 0: none.
     """
     request, params = piece.request, piece.request.params
     assert request.state.slot is not None
@@ -34,12 +35,12 @@ def pack_piece(piece: Piece, *, width: int, depth: int, vocab_size: int) -> Prom
         root=np.int32(next(iter(request.tokens_between(end, end + 1)), -1)),
         remaining=np.int32(request.max_new_tokens - max(len(request.token_ids) - 1, 0)),
         controlled=np.int32(bool(params.controls_used)),
-        sampling=sampling_of(request, depth=depth, vocab_size=vocab_size),
+        sampling=sampling_of(request, depth=depth, vocab_size=vocab_size, adapter=adapter),
         page_row=page_row,
     )
 
 
-def sampling_of(request: Request, *, depth: int, vocab_size: int) -> Sampling:
+def sampling_of(request: Request, *, depth: int, vocab_size: int, adapter: int = 0) -> Sampling:
     """Return the sampling parameters that a request brings to the device, as one row of the host."""
     params = request.params
     return Sampling.row(
@@ -50,6 +51,7 @@ def sampling_of(request: Request, *, depth: int, vocab_size: int) -> Sampling:
         seed=(request.seed >> 32, request.seed & 0xFFFFFFFF),
         stop_ids=request.stop_ids,
         draft_cap=draft_cap(params, depth),
+        adapter=adapter,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from jspec.core.thinking import ENDED, NO_THINKING, Thinking
 from jspec.engine.grammar.cfg_matcher import Matcher
@@ -121,6 +121,23 @@ class OutputState:
 
 
 @dataclass(frozen=True, eq=False)
+class Adapter:
+    """A low-rank adapter of the target, which an engine has loaded.
+
+    Attributes:
+        name: name that requests give.
+        path: folder or hub id that it was read from.
+        digest: digest of its values; equal ones share a table and the prefix cache.
+        layers: its arrays on the host (`jspec.models.adapters.as_tables`).
+    """
+
+    name: str
+    path: str
+    digest: bytes
+    layers: Any = field(repr=False)
+
+
+@dataclass(frozen=True, eq=False)
 class Request:
     """A request for one completion, with its prompt, parameters, schedule state and output.
 
@@ -140,6 +157,7 @@ class Request:
         gathers_logits: whether, on several devices, the request's rounds gather the logits of the whole vocabulary.
         index: index among the ``n`` completions of the prompt.
         siblings: the other completions of the prompt; empty except in the first completion.
+        adapter: adapter of the target; None: it has none.
         cache_salt: bytes that keep requests whose tokens have other cache rows, such as those of another adapter, from
             sharing pages: only requests with equal salts share them.
         owner: the input processor that made the request; it tells an engine its own requests from those of others.
@@ -161,6 +179,7 @@ class Request:
     gathers_logits: bool = False
     index: int = 0
     siblings: tuple[Request, ...] = ()
+    adapter: Adapter | None = None
     cache_salt: bytes = b""
     owner: object = field(default=None, repr=False)
     state: RequestState = field(default_factory=RequestState)
@@ -206,14 +225,15 @@ class Request:
         return self.params.prompt_logprobs is not None and self.index == 0
 
     @property
-    def prefill_outputs(self) -> tuple[bool, bool, bool]:
-        """Three bools that say what the prefill computes beside the first token.
+    def prefill_outputs(self) -> tuple[bool, bool, bool, bool]:
+        """Four bools that say what the prefill computes, which requests of one prefill have in common.
 
-        They stand for log-probabilities of the first token, log-probabilities of the prompt, and a mask from the host
-        for the first token.
+        They stand for log-probabilities of the first token, log-probabilities of the prompt, a mask from the host for
+        the first token, and an adapter.
         """
         scores_prompt = self.scores_prompt
-        return scores_prompt or self.params.logprobs is not None, scores_prompt, self.matcher is not None
+        has_scores, is_adapted = scores_prompt or self.params.logprobs is not None, self.adapter is not None
+        return has_scores, scores_prompt, self.matcher is not None, is_adapted
 
     @property
     def rows_needed(self) -> int:

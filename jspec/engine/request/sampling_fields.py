@@ -30,6 +30,7 @@ class SamplingFields(TypedDict, total=False):
     grammar: str | None
     thinking_budget: int | None
     prediction: str | tuple[int, ...] | None
+    adapter: str | None
     processor_args: tuple[float, ...]
     skip_special_tokens: bool
     visible_special_tokens: tuple[str, ...]

@@ -83,6 +83,7 @@ class SamplingParams:
         prediction: text that the output will probably repeat, such as a file that is edited, or its token ids. The
             engine's look-up drafts from it (`jspec.draft.prediction`), so the output is the same and comes faster.
             The engine option ``predicted_tokens`` is the largest number of its tokens. None: no prediction.
+        adapter: name of an adapter of the target (`Engine.load_adapter`); None: the target's own weights.
         processor_args: values for the engine's ``logits_processor``; their number is the engine option
             ``processor_args``. Empty: all zeros.
         skip_special_tokens: whether the text leaves out special tokens; stop tokens are always left out.
@@ -121,6 +122,7 @@ class SamplingParams:
     grammar: str | None = None
     thinking_budget: int | None = None
     prediction: str | tuple[int, ...] | None = None
+    adapter: str | None = None
     processor_args: tuple[float, ...] = ()
     skip_special_tokens: bool = True
     visible_special_tokens: tuple[str, ...] = ()
@@ -343,6 +345,7 @@ RULES: tuple[Rule, ...] = (  # field, test of its value, description of the allo
     ("top_k", lambda p: is_int_from(-1, p.top_k), "an int >= -1 (0 or -1: off)"),
     ("top_p", lambda p: is_finite(p.top_p) and 0 < p.top_p <= 1, "in (0, 1]"),
     ("min_p", lambda p: is_in(p.min_p, 0, 1), "in [0, 1]"),
+    ("adapter", lambda p: p.adapter is None or (isinstance(p.adapter, str) and p.adapter != ""), "a name or None"),
     ("seed", lambda p: p.seed is None or (is_int_from(0, p.seed) and p.seed < 2**64), "None or in [0, 2**64)"),
     ("stop", lambda p: are_texts(p.stop), "a text or a list of texts of whole characters, none empty"),
     ("stop_token_ids", lambda p: are_ids(p.stop_token_ids), "a tuple of token ids >= 0"),

@@ -29,7 +29,7 @@ from jspec.models.deterministic import check_deterministic
 from jspec.sampling import logits_processor as processors
 from jspec.sampling.logits_processor import LogitsProcessor
 from jspec.step.across_processes import calls_on
-from jspec.step.on_mesh import mesh_for, on_one
+from jspec.step.on_mesh import mesh_for, on_one, spans_processes
 from jspec.step.program import Program
 from jspec.step.side import check_apart, sides_of
 from jspec.step.weights import bound, drafter_on, on_devices
@@ -111,6 +111,11 @@ def build_core(
             '"HEAD+ngram" beside a head; --ngram or --lookup ngram), or leave it out'
         )
     mesh = mesh_for(config, target)
+    if config.adapters and spans_processes(mesh):
+        raise NotImplementedError(
+            f"adapters: expected 0 with devices of several processes, got {config.adapters}; leave it out, or merge "
+            "the adapter into the target"
+        )
     check_apart(config, mesh, target, drafter)
     target = on_devices(target, config, mesh)
     drafter = drafter_on(drafter, config, mesh)
@@ -182,6 +187,7 @@ def _scheduler_limits(config: EngineConfig, drafter: Drafter) -> SchedulerLimits
         round_tokens=drafter.tree.depth + 1,
         prefix_cache=config.prefix_cache,
         prefill_budget=config.prefill_budget,
+        adapters=config.adapters,
     )
 
 

@@ -20,10 +20,10 @@ from jspec.core.prefill_input import PrefillInput
 from jspec.core.records import StepOutput
 from jspec.draft import prediction
 from jspec.draft.base import Drafter
-from jspec.engine.grammar.token_table import TablePool
+from jspec.engine.grammar.token_table import Grammar, TablePool
 from jspec.engine.input.penalty_input import pack_controls
 from jspec.engine.input.prompt_input import pack_pending_rows, pack_piece
-from jspec.engine.request.request import Request
+from jspec.engine.request.request import Adapter, Request
 from jspec.engine.schedule.program_choice import ProgramChoice, prefill_key
 from jspec.engine.schedule.scheduler import Plan, PrefillPlan, RoundPlan
 from jspec.engine.schedule.sizes import RoundSize, sizes_of
@@ -83,7 +83,8 @@ class ModelRunner:
         pool = replace(pool, copies=num_copies(config, params.main.config))
         self.pool = min((side.fit(pool) for side in self._sides), key=lambda shape: shape.pages)
         self.calls.make(partial(self._start, sizes))
-        self._tables = TablePool(config.slots)
+        self._tables: TablePool[Grammar] = TablePool(config.slots)
+        self._adapters: TablePool[bytes] = TablePool(config.adapters)
         self._predicted_slots: set[int] = set()  # slots in which a prediction was written
         self.calls.open()
 
@@ -150,7 +151,7 @@ class ModelRunner:
 
         Args:
             size: draft depth and number of verified nodes of a plan's rounds.
-            running: requests whose grammars must keep their device tables.
+            running: requests whose grammars and adapters must keep their device tables.
         """
         for copy in plan.copies:
             key = ExecutableKey("load_state" if copy.is_load else "save_state")
@@ -161,7 +162,7 @@ class ModelRunner:
                     self._admit_controls(piece.request, running)
                 if piece.is_last:
                     self._enter_prediction(piece.request)
-            return self._prefill(plan)
+            return self._prefill(plan, running)
         self._enter_pages(plan.new_pages)
         return self._round(plan, size)
 
@@ -174,11 +175,11 @@ class ModelRunner:
             for side in self._sides:
                 side.run(ExecutableKey("update_page_table"), packed)
 
-    def _prefill(self, plan: PrefillPlan) -> StepOutput:
+    def _prefill(self, plan: PrefillPlan, running: Collection[Request]) -> StepOutput:
         """Start a prefill of pieces of prompts."""
         target, drafting = self.target_side, self.draft_side
         key = self._covering(prefill_key(plan))
-        packed, masks = self._pack(plan, key.size), []
+        packed, masks = self._pack(plan, key.size, running), []
         if key.masked:
             matchers = [piece.request.matcher if piece.emits else None for piece in plan.pieces]
             functions = [None if matcher is None else matcher.first for matcher in matchers]
@@ -280,10 +281,21 @@ class ModelRunner:
         packed = grammar_mask.pack(table, class_of, next_state, self.program.grammar_cells)
         self.target_side.run(ExecutableKey("grammar"), packed)
 
-    def _pack(self, plan: PrefillPlan, size: int) -> PrefillInput:
+    def _table_of(self, adapter: Adapter | None, running: Collection[Request]) -> int:
+        """Return the table of an adapter, counted from 1, after loading it if no table has it; 0: no adapter."""
+        if adapter is None:
+            return 0
+        in_use = {other.adapter.digest for other in running if other.adapter is not None}
+        table, is_new = self._adapters.place(adapter.digest, in_use)
+        if is_new:
+            self.target_side.load_adapter(table, adapter.layers)
+        return 1 + table
+
+    def _pack(self, plan: PrefillPlan, size: int, running: Collection[Request]) -> PrefillInput:
         tree = self.program.drafter.tree
         sizes = dict(width=self.pool.width(tree), depth=tree.depth, vocab_size=self._vocab_size)
-        pieces = [pack_piece(piece, **sizes) for piece in plan.pieces]
+        tables = [self._table_of(piece.request.adapter, running) for piece in plan.pieces]
+        pieces = [pack_piece(piece, **sizes, adapter=table) for piece, table in zip(plan.pieces, tables, strict=True)]
         tokens = [piece.request.tokens_between(piece.start, piece.start + piece.count) for piece in plan.pieces]
         return PrefillInput.pack(pieces, tokens, size, slots=self._config.slots)
 
@@ -301,8 +313,9 @@ class ModelRunner:
             side.run(key, pack_pending_rows(request, pages, width=self.pool.width(self.program.drafter.tree)))
 
     def clear(self) -> None:
-        """Mark all grammar tables as empty, because the device's state was lost."""
+        """Mark the tables of grammars and adapters as empty, because the device's state was lost."""
         self._tables.clear()
+        self._adapters.clear()
 
     def reset_state(self, error: BaseException) -> None:
         """Replace the device's state by a new one after a failed step with the given error; weights are kept."""
@@ -327,7 +340,7 @@ class ModelRunner:
         """Free the device memory of the state."""
         for side in self._sides:
             side.sleep()
-        self._tables.clear()
+        self.clear()
 
     def release(self, weights: str) -> None:
         """Free the device memory of the weights, unless they are to "keep".

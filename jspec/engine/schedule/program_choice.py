@@ -26,17 +26,19 @@ class Features:
         logprobs: whether to return log-probabilities of the emitted tokens.
         masked: whether the host computes token masks for a grammar.
         gathers_logits: whether, on several devices, rounds gather the logits of the whole vocabulary.
+        adapted: whether the target has adapters.
     """
 
     traced: bool = False
     logprobs: bool = False
     masked: bool = False
     gathers_logits: bool = False
+    adapted: bool = False
 
     @classmethod
     def of(cls, request: Request) -> Features:
         flags = request.trace, request.params.logprobs is not None, request.matcher is not None
-        return cls(*flags, request.gathers_logits)
+        return cls(*flags, request.gathers_logits, request.adapter is not None)
 
     def __or__(self, other: Features) -> Features:
         return Features(*(first or second for first, second in zip(astuple(self), astuple(other), strict=True)))
@@ -113,7 +115,7 @@ class ProgramChoice:
     ) -> None:
         assert config.buckets is not None and config.prefill_buckets is not None
         self._buckets, self._prefill_buckets = config.buckets, config.prefill_buckets
-        self._compile_ahead = config.compile_ahead
+        self._compile_ahead, self._has_adapters = config.compile_ahead, config.adapters > 0
         self._sizes = sizes
         self._helpers = helpers
         self._edits_all, self._is_divided, self._is_split = edits_all, is_divided, is_split
@@ -126,12 +128,13 @@ class ProgramChoice:
             prompt_logprobs: whether requests may need log-probabilities of their prompts.
         """
         keys: list[ExecutableKey] = []
-        for traced, logprobs, masked in product(*map(_modes, (features.traced, features.logprobs, features.masked))):
+        wanted = features.traced, features.logprobs, features.masked, self._has_adapters
+        for traced, logprobs, masked, adapted in product(*map(_modes, wanted)):
             needs_all = self._is_divided and (logprobs or masked or self._edits_all)
             for gathers in [True] if needs_all else _modes(self._is_divided):
-                keys += self._round_keys(self._buckets, Features(traced, logprobs, masked, gathers))
+                keys += self._round_keys(self._buckets, Features(traced, logprobs, masked, gathers, adapted))
             for prompt in _modes(prompt_logprobs):
-                keys += self._prefill_keys(self._prefill_buckets, logprobs or prompt, prompt, masked)
+                keys += self._prefill_keys(self._prefill_buckets, logprobs or prompt, prompt, masked, adapted)
         return list(dict.fromkeys([*keys, *map(ExecutableKey, self._helpers)]))
 
     def prefill_keys(self, requests: Sequence[Request]) -> list[ExecutableKey]:
@@ -185,26 +188,28 @@ class ProgramChoice:
     def _keys_of_round(self, rows: int, size: RoundSize, features: Features) -> tuple[ExecutableKey, ...]:
         """Return the keys of the programs of one round; the last one's output goes to the host."""
         (depth, nodes), outputs = size, dict(logprobs=features.logprobs, traced=features.traced)
+        outputs["adapted"] = features.adapted
         if self._is_split:
             draft, last = ExecutableKey.split(rows, depth, masked=features.masked, nodes=nodes, **outputs)
             return draft, ExecutableKey("commit", rows, depth), last
         if features.masked:
-            return ExecutableKey.split(rows, depth, logprobs=features.logprobs)
+            return ExecutableKey.split(rows, depth, logprobs=features.logprobs, adapted=features.adapted)
         return (ExecutableKey.round(rows, depth, nodes=nodes, gathers_logits=features.gathers_logits, **outputs),)
 
     def _prefill_keys(
-        self, sizes: Sequence[int], logprobs: bool, prompt_logprobs: bool, masked: bool
+        self, sizes: Sequence[int], logprobs: bool, prompt_logprobs: bool, masked: bool, adapted: bool
     ) -> list[ExecutableKey]:
-        outputs = dict(logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+        outputs = dict(logprobs=logprobs, prompt_logprobs=prompt_logprobs, adapted=adapted)
         keys = [ExecutableKey("prefill", size, masked=mode, **outputs) for size in sizes for mode in _modes(masked)]
         return keys + [ExecutableKey("draft_prefill", size) for size in sizes if self._is_split]
 
 
 def prefill_key(plan: PrefillPlan) -> ExecutableKey:
     """Return the key of a prefill, with token masks if the host computes one for a sampled token."""
-    logprobs, prompt_logprobs, _ = plan.pieces[0].request.prefill_outputs
+    logprobs, prompt_logprobs, _, adapted = plan.pieces[0].request.prefill_outputs
     masked = any(piece.emits and piece.request.matcher is not None for piece in plan.pieces)
-    return ExecutableKey("prefill", plan.bucket, logprobs=logprobs, prompt_logprobs=prompt_logprobs, masked=masked)
+    outputs = dict(logprobs=logprobs, prompt_logprobs=prompt_logprobs, adapted=adapted)
+    return ExecutableKey("prefill", plan.bucket, masked=masked, **outputs)
 
 
 def allowed(size: RoundSize, features: Features) -> RoundSize:

@@ -119,6 +119,7 @@ class SchedulerLimits:
         prefill_budget: largest number of prompt tokens to prefill between two rounds while any request can decode;
             None: the largest prefill bucket.
         window: number of a request's newest cache rows that a step reads; older pages are given back. None: all rows.
+        adapters: largest number of different adapters that running requests may have.
     """
 
     slots: int
@@ -131,6 +132,7 @@ class SchedulerLimits:
     pages_ahead: int = 8
     prefill_budget: int | None = None
     window: int | None = None
+    adapters: int = 0
 
 
 class Scheduler:
@@ -282,6 +284,8 @@ class Scheduler:
         if not self.waiting or not self._free_slots:
             return None
         request = self.waiting[0]
+        if not self._has_table(request):
+            return None
         state = request.state
         if state.steps_in_flight:
             return None  # the request was preempted, and a result in flight may still add tokens
@@ -308,6 +312,11 @@ class Scheduler:
             request.metrics.num_cached_tokens = state.num_prefilled
         insort(self.running, self.waiting.pop(0), key=_order)
         return request
+
+    def _has_table(self, request: Request) -> bool:
+        """Return whether a table is free for a request's adapter, or has it already."""
+        adapters = {other.adapter.digest for other in (request, *self.running) if other.adapter is not None}
+        return request.adapter is None or len(adapters) <= self.limits.adapters
 
     def _pages_to_share(self, request: Request) -> list[int]:
         """Return the cached pages that a request takes: with recurrent states those up to where one can be kept."""

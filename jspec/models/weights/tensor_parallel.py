@@ -31,6 +31,7 @@ from jspec.models.config.decoder_config import DecoderConfig
 from jspec.models.config.layer_config import LayerConfig
 from jspec.models.mlps.mlp_config import Dense, Mlp, NoMlp
 from jspec.models.mlps.shared_expert import check_apart
+from jspec.models.parts.adapter_tables import AdapterTables
 from jspec.models.parts.checks import check_divided
 from jspec.models.parts.param_spec import Params, ParamSpec
 from jspec.models.parts.transfer import moved, over_mesh, with_auto_axes
@@ -232,21 +233,28 @@ def of_part(param: ParamSpec, array: Any) -> ParamSpec:
 def place(tree: Tree, mesh: Mesh) -> Tree:
     """Divide all weights in a tree over the devices of a mesh.
 
-    Arrays that are not in a `Weights` record are copied to every device. Arrays that are on the mesh and declared
-    without a divided axis stay as they are, because another record shares them.
+    Arrays that are not in a `Weights` record are copied to every device, except those of `AdapterTables`, which are
+    divided already. Arrays that are on the mesh and declared without a divided axis stay as they are, because another
+    record shares them.
 
     Raises:
         ValueError: a number of heads or channels cannot be divided; the message names it. Or weights are divided over
             other devices.
     """
-    return jax.tree.map(lambda node: _place(node, mesh), tree, is_leaf=_is_weights)
+    return jax.tree.map(lambda node: _place(node, mesh), tree, is_leaf=_is_record)
 
 
 def _is_weights(node: Any) -> bool:
     return isinstance(node, Weights)
 
 
+def _is_record(node: Any) -> bool:
+    return isinstance(node, (Weights, AdapterTables))
+
+
 def _place(node: Any, mesh: Mesh) -> Any:
+    if isinstance(node, AdapterTables):
+        return node
     if not isinstance(node, Weights):
         return put(node, ParamSpec(node.shape, ("",) * node.ndim), mesh)
     check_apart(node)

@@ -290,4 +290,6 @@ TOKENIZE = {
     "add_special_tokens": Field(boolean),
     "return_token_strs": Field(boolean),
 }
+LOAD_ADAPTER = {"lora_name": Field(text), "lora_path": Field(text)}
+UNLOAD_ADAPTER = {"lora_name": Field(text)}
 DETOKENIZE = {"model": Field(text), "tokens": Field(listing(2**20))}

@@ -45,6 +45,7 @@ class Settings:
         ping_seconds: time without output after which a stream gets a comment, in seconds.
         ignore_unknown: whether unknown fields are logged instead of refused.
         live: whether requests may record their rounds.
+        adapter_routes: whether requests may load and unload adapters, from any folder that the server can read.
         log_text: whether requests are logged with their texts.
         tool_parser: name of the format of tool calls; None: the chat template tells.
         reasoning: whether to split the reasoning from the answer.
@@ -72,6 +73,7 @@ class Settings:
     ping_seconds: float = 15.0
     ignore_unknown: bool = False
     live: bool = False
+    adapter_routes: bool = False
     log_text: bool = False
     tool_parser: str | None = None
     reasoning: bool = True

@@ -40,6 +40,7 @@ class Answer(ABC):
         table: the route's fields.
         prefix, kind, chunk_kind: beginning of the id, and "object" of a body and of a chunk of a stream.
         prompt_field: the field that has the prompt.
+        model: name of the model, or of its adapter.
         has_grammar: whether the completions follow a grammar.
         requests: the engine's requests, one a prompt, after `prepare`.
     """
@@ -66,6 +67,7 @@ class Answer(ABC):
         self._metrics = Metrics()  # of the completions that have ended
         self._check(ask)
         self.params = ask.sampling_params(service.settings.sampling)
+        self.model = self.params.adapter or service.name
         self.n = self.params.n
         self.has_grammar = self.params.grammar_field is not None
 
@@ -175,7 +177,7 @@ class Answer(ABC):
         return event(error.body) + DONE
 
     def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        header = {"id": self.id, "object": kind, "created": self.created, "model": self.service.name}
+        header = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
         return {**header, "choices": choices}
 
     def _acceptance(self) -> dict[str, Any]:

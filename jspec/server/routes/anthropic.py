@@ -77,7 +77,7 @@ class MessageAnswer(ChatAnswer):
         return steps
 
     def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
-        header = {"id": self.id, "type": "message", "role": "assistant", "model": self.service.name}
+        header = {"id": self.id, "type": "message", "role": "assistant", "model": self.model}
         return {**header, "content": content, **self._ending, "usage": self._usage()}
 
     def _usage(self) -> dict[str, int]:

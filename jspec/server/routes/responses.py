@@ -102,7 +102,7 @@ class ResponseAnswer(ChatAnswer):
             "id": self.id,
             "object": "response",
             "created_at": self.created,
-            "model": self.service.name,
+            "model": self.model,
             "status": status,
             "error": failure,
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut and status == "incomplete" else None,

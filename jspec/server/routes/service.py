@@ -90,12 +90,15 @@ class Service:
         ask = read_fields(body, table, ignore_unknown=self.settings.ignore_unknown)
         if "model" in ask.own:
             self.check_model(ask.own["model"])
+            if ask.own["model"] not in self.settings.names:
+                ask.set("model", {"adapter": ask.own["model"]})
         return ask
 
     def check_model(self, name: str) -> None:
-        """Raise an `ApiError` with status 404 unless the model has this name."""
-        if name not in self.settings.names:
-            names = ", ".join(self.settings.names)
+        """Raise an `ApiError` with status 404 unless the model or one of its adapters has this name."""
+        known = (*self.settings.names, *self.engine.adapters)
+        if name not in known:
+            names = ", ".join(known)
             raise ApiError(404, f"model: expected {names}, got {name[:80]!r}", param="model", code="model_not_found")
 
     @contextlib.contextmanager

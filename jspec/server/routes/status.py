@@ -50,7 +50,8 @@ class Status:
 
     async def _models(self, request: Request) -> Response:
         service = self._service
-        return JSONResponse({"object": "list", "data": [_model(service, name) for name in service.settings.names]})
+        names = *service.settings.names, *service.engine.adapters
+        return JSONResponse({"object": "list", "data": [_model(service, name) for name in names]})
 
     async def _model(self, request: Request) -> Response:
         self._service.check_model(request.path_params["name"])
@@ -71,7 +72,9 @@ class Status:
 
 def _model(service: Service, name: str) -> dict[str, Any]:
     entry = {"id": name, "object": "model", "created": service.created, "owned_by": "jspec"}
-    return entry | {"max_model_len": service.engine.config.max_len}
+    path = None if name in service.settings.names else service.engine.adapters.get(name)
+    adapter = {} if path is None else {"parent": service.name, "root": path}
+    return entry | {"max_model_len": service.engine.config.max_len} | adapter
 
 
 def _stats(service: Service) -> dict[str, Any]:

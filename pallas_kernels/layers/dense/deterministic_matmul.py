@@ -16,8 +16,9 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import Implementation, dispatch
+from pallas_kernels.layers.adapted import Adapted
 from pallas_kernels.layers.dense.split_kernel import INNER_BYTES, LEAST_INNER, LEAST_OUT, NARROW_OUT, WIDEST_OUT
-from pallas_kernels.layers.partial_sums import PartialSums, join
+from pallas_kernels.layers.partial_sums import PartialSums, add_adapters, join
 from pallas_kernels.layers.quantize_rows import Activation, gated
 from pallas_kernels.layers.row_by_row import row_by_row, row_by_row_off_gpu
 from pallas_kernels.layers.shard import Shard
@@ -108,10 +109,19 @@ def _unsupported(x: Array, weight: Array) -> str | None:
     return None
 
 
+def _gated_rows(x: Array, gate: Activation | None, implementation: Implementation) -> Array:
+    """Returns activation(gate) * up of rows with gate and up side by side; with gate None the rows."""
+    if gate is None:
+        return x
+    flat = x.reshape(-1, x.shape[-1])
+    flat = row_by_row_off_gpu(functools.partial(gated, activation=gate), flat, implementation=implementation)
+    return flat.reshape(*x.shape[:-1], -1)
+
+
 @functools.partial(jax.jit, static_argnames=("dtype", "gate", "is_whole", "implementation"))
 def deterministic_matmul(
     x: Float[Array, "*rows width"],
-    weight: Float[Array, "out inner"] | Shard,
+    weight: Float[Array, "out inner"] | Shard | Adapted,
     dtype: jnp.dtype | None = None,
     *,
     gate: Activation | None = None,
@@ -135,10 +145,14 @@ def deterministic_matmul(
     if isinstance(weight, Shard):
         multiply = functools.partial(deterministic_matmul, gate=gate, is_whole=is_whole, implementation=implementation)
         return join(multiply(x, weight.weight, jnp.float32), weight, jnp.float32, deterministic=True)
+    if isinstance(weight, Adapted):
+        multiply = functools.partial(deterministic_matmul, dtype=jnp.float32, implementation=implementation)
+        sums = multiply(x, weight.weight, gate=gate, is_whole=is_whole)
+        inputs = _gated_rows(x, gate, implementation)
+        result_dtype = (dtype or x.dtype) if sums.shape[0] == 1 else jnp.float32
+        return add_adapters(sums, inputs, weight, lambda x, w: multiply(x, w, is_whole=True)[0], result_dtype)
     (out, inner), rows = weight.shape, x.shape[:-1]
-    flat = x.reshape(-1, x.shape[-1])
-    if gate:
-        flat = row_by_row_off_gpu(functools.partial(gated, activation=gate), flat, implementation=implementation)
+    flat = _gated_rows(x, gate, implementation).reshape(-1, inner)
     parts = 1 if is_whole else fixed_parts(out, inner, weight.dtype)
     options = {"parts": parts, "dtype": (dtype or x.dtype) if parts == 1 else jnp.float32}
     kernel, reference = functools.partial(_pallas, **options), functools.partial(_reference, **options)

@@ -10,6 +10,7 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array
 
 from pallas_kernels.layers import hopper
+from pallas_kernels.layers.adapted import Adapted
 from pallas_kernels.layers.dense.hopper_tiling import imbalance
 from pallas_kernels.layers.quantize_rows import Activation, activate
 from pallas_kernels.layers.weights import Inputs, Quantized, Weight
@@ -56,10 +57,10 @@ def multiply(x: Array, weight: Array, *, interpret: bool) -> Array:
     )(x, weight)
 
 
-def has_few_rows(x: Inputs | jax.ShapeDtypeStruct, weight: Weight, activation: Activation = "silu") -> bool:
+def has_few_rows(x: Inputs | jax.ShapeDtypeStruct, weight: Weight | Adapted, activation: Activation = "silu") -> bool:
     """Returns whether the kernel of a few rows multiplies, which was only timed on a Hopper GPU with silu."""
     multiprocessors, (both, inner), rows = hopper.multiprocessors(), weight.shape, math.prod(x.shape[:-1])
-    is_supported = not isinstance(weight, Quantized) and weight.dtype == x.dtype and x.dtype.itemsize == 2
+    is_supported = not isinstance(weight, (Adapted, Quantized)) and weight.dtype == x.dtype and x.dtype.itemsize == 2
     if multiprocessors is None or not is_supported or activation != "silu" or rows not in KERNEL_ROWS:
         return False
     if both % (2 * TILE) or inner % COLUMNS:

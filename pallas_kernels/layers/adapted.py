@@ -1,0 +1,43 @@
+"""A weight with low-rank adapters (LoRA, arXiv:2106.09685), of which each row of activations chooses one or none.
+
+    y = x @ w.T + B_t (A_t x)        t: the table that a row chose; a row without an adapter gets x @ w.T
+
+The adapters of all tables lie side by side: A is [columns, inner] and B is [out, columns], and each table has `width`
+columns of both, one table after another. Two products compute A x of all tables and, after the columns of other tables
+are set to zero, B times this. All rows share these products, whichever tables they chose, so nothing is gathered. They
+read all tables once, which is little beside the weight.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+STATIC = {"static": True}
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Adapted:
+    """A weight [out, inner], or a device's part of one, with the adapters of the rows that it is multiplied by."""
+
+    weight: Any  # an array or a `Quantized`
+    a: Float[Array, "columns inner"]
+    b: Float[Array, "out columns"]  # times the scale of each adapter
+    table: Int[Array, "*rows"]  # table of each row, counted from 1; 0: the row has no adapter
+    width: int = field(metadata=STATIC)  # number of columns of a table
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.weight.shape
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return self.weight.dtype
+
+    def of_tables(self, products: Float[Array, "*rows columns"]) -> Float[Array, "*rows columns"]:
+        """Returns products with A in the dtype of B, with zeros in the columns of tables that a row did not choose."""
+        of_column = 1 + jnp.arange(self.a.shape[0]) // self.width
+        return jnp.where(of_column == self.table[..., None], products, 0).astype(self.b.dtype)
