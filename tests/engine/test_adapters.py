@@ -143,17 +143,6 @@ def test_tokens_with_a_quantised_target_are_its_most_likely_ones(target: Model, 
     assert most_likely(quantized, [prompt_of(golden)], [done[3].token_ids]) == [done[3].token_ids]
 
 
-def test_an_adapter_that_is_merged_into_the_weights_gives_the_same_tokens(target: Model, golden: Path) -> None:
-    file = read_adapter(golden / "adapters" / "llama" / "all")
-    tables = adapters.as_tables(file, target, file.rank)
-    layers = [
-        replace(layer, **{name: getattr(layer, name) + jnp.asarray(pair.b @ pair.a) for name, pair in table.items()})
-        for layer, table in zip(target.layers, tables, strict=True)
-    ]
-    with engines.make(replace(target, layers=layers), **OPTIONS | {"adapters": 0}) as engine:
-        assert complete(engine, golden, [None])[0].token_ids == recorded(golden, "all")
-
-
 def test_draft_model_on_another_device_drafts_for_adapted_targets(target: Model, golden: Path) -> None:
     drafter = DraftModel(target, TREE, device=jax.devices()[1])
     with loaded(engines.make(target, drafter, **OPTIONS), golden) as engine:

@@ -30,6 +30,7 @@ RECORDED = (
 TOLERANCE = 2e-4  # float32 sums in another order, at logits up to 20
 LEAST = 1e-2  # a wrong reading moves some logit by more
 RANK = 6
+GOLDEN = Path(__file__).parent.parent / "data" / "golden"
 
 
 @pytest.fixture
@@ -59,6 +60,30 @@ def test_logits_and_greedy_tokens_are_those_of_peft(name: str, golden: Path) -> 
     assert error(model, golden, name) < TOLERANCE
     tokens = data[f"{name.replace('/', '.')}.tokens"].tolist()
     assert most_likely(model, [data["prompt"].tolist()], [tokens]) == [tokens]
+
+
+FAMILIES = sorted(folder.name for folder in (GOLDEN / "families").iterdir() if folder.name != "quantized")
+FEW = ("deepseek_v3", "gemma4_e2b", "nemotron_h")
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=[] if name in FEW else pytest.mark.long) for name in FAMILIES]
+)
+def test_adapters_of_all_weights_have_the_logits_of_a_model_into_which_they_are_merged(family: str) -> None:
+    target = tiny.load_target(GOLDEN / "families" / family)
+    table = adapters.as_tables(tiny.uno_adapter(target), target, RANK)
+    tables = adapters.empty_tables(target, 2, RANK).with_table(1, adapters.on_devices(table, target))
+    adapted = replace(target, layers=tables.adapted(target.layers, jnp.full((1, 1), 2)))
+    merged = replace(target, layers=[merge(*pair) for pair in zip(target.layers, table, strict=True)])
+    ids = jnp.asarray(np.random.default_rng(0).integers(0, target.config.vocab_size, (1, 12)), jnp.int32)
+    logits = [np.asarray(run_texts(model, ids).logits) for model in (adapted, merged, target)]
+    np.testing.assert_allclose(logits[0], logits[1], atol=TOLERANCE)
+    assert np.abs(logits[0] - logits[2]).max() > 1
+
+
+def merge(layer: Any, table: Any) -> Any:
+    """Return the weights of a layer plus the products B A."""
+    return replace(layer, **{name: getattr(layer, name) + jnp.asarray(pair.b @ pair.a) for name, pair in table.items()})
 
 
 def test_rows_without_an_adapter_have_the_targets_logits(golden: Path) -> None:
