@@ -203,6 +203,7 @@ def test_first_readme_of_at_most_150_lines_names_every_command() -> None:
         "convert",
         "bench",
         "train",
+        "heads",
     }
     assert blocks(text, "python")
 
