@@ -16,6 +16,8 @@ from jspec.draft.formats.mtp_format import has_mtp_layer
 from jspec.draft.mtp import MTP
 from jspec.draft.published import heads_of
 from jspec.draft.suffix import Suffix
+from jspec.draft.uno import UNO
+from jspec.models.adapter_files import is_adapter
 
 logger = logging.getLogger(__name__)
 SUBFOLDER = "drafter"  # of a target's folder, with its drafter
@@ -45,6 +47,18 @@ class DrafterChoice:
         return load(self.path, dtype=dtype)
 
 
+def drafter_of(path: str | os.PathLike[str]) -> DrafterChoice:
+    """Return the drafter whose weights a folder has: a head, a draft model, or an adapter for `UNO`.
+
+    Raises: the errors of `jspec.draft.auto.read_header`.
+    """
+    folder = hub.find(path)
+    if is_adapter(folder):
+        return DrafterChoice(UNO.method, folder)
+    kind = read_header(folder).kind
+    return DrafterChoice("draft_model" if kind == "target" else kind, folder)
+
+
 def choose_drafter(target: str | os.PathLike[str]) -> DrafterChoice:
     """Choose a drafter: the folder `drafter` in the target's folder, else its MTP layer, else a `Suffix`.
 
@@ -58,8 +72,7 @@ def choose_drafter(target: str | os.PathLike[str]) -> DrafterChoice:
     folder = hub.find(target)
     beside = folder / SUBFOLDER
     if beside.is_dir():
-        kind = read_header(beside).kind
-        choice = DrafterChoice("draft_model" if kind == "target" else kind, beside)
+        choice = drafter_of(beside)
     elif not orbax.is_checkpoint(folder) and has_mtp_layer(read_json(folder / "config.json"), open_source(folder)):
         choice = DrafterChoice(MTP.method, folder)
     else:

@@ -133,11 +133,13 @@ def prepare(arguments: argparse.Namespace) -> Tokenizer:
 
 
 def _take_named_target(arguments: argparse.Namespace) -> None:
-    """Take the drafter of --draft auto; let a head that --target names be the drafter of the target that it names."""
+    """Take the drafter of --draft; let a head that --target names be the drafter of the target that it names."""
     if arguments.draft is not None:
-        from jspec.draft.choice import choose_drafter  # here, because it imports jax
+        from jspec.draft.choice import choose_drafter, drafter_of  # here, because they import jax
+        from jspec.draft.named import AUTO
 
-        choice = choose_drafter(demo.folder(arguments.target, "target"))
+        is_auto = arguments.draft == AUTO
+        choice = choose_drafter(demo.folder(arguments.target, "target")) if is_auto else drafter_of(arguments.draft)
         setattr(arguments, choice.method, choice.path or True)
         print(f"drafter: {choice}", file=sys.stderr)
     if any(getattr(arguments, name) for name in (*PRETRAINED, "ngram", "suffix")) or arguments.target == demo.NAME:

@@ -53,8 +53,9 @@ def _add_drafter_arguments(group: argparse._ArgumentGroup) -> None:
     drafters.add_argument("--dspark", metavar="PATH", help="draft with a DSpark head")
     drafters.add_argument("--mtp", metavar="PATH", help="draft with the target's own layer for this, of its folder")
     drafters.add_argument("--gemma4-assistant", metavar="PATH", help="draft with an assistant of Gemma 4")
-    drafters.add_argument("--uno", metavar="PATH", help="draft with the target and an adapter that was trained for it")
-    drafters.add_argument("--draft", choices=("auto",), help="draft with what the target's folder has; else --suffix")
+    about = "draft with a head, a model or an adapter for drafting (UNO); auto: with what the target's folder has"
+    drafters.add_argument("--draft", metavar="auto|PATH", help=about)
+    drafters.set_defaults(uno=None)  # has no flag of its own
     drafters.add_argument("--draft-model", metavar="PATH", help="draft with a smaller model")
     drafters.add_argument("--ngram", action="store_true", help="draft what followed the newest tokens earlier")
     drafters.add_argument("--suffix", action="store_true", help="draft what most often followed the newest tokens")

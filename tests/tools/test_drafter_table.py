@@ -28,6 +28,8 @@ MAKERS: dict[str, Callable[[Model, Tree], Drafter]] = {
     "DFlash": lambda t, tree: jspec.DFlash(tiny.dflash_head(t, block_size=6, feature_layers=STATES), tree),
     "DFlash2": lambda t, tree: jspec.DFlash2(tiny.dflash2_head(t, block_size=6, feature_layers=STATES), tree),
     "DSpark": lambda t, tree: jspec.DSpark(tiny.dspark_head(t, block_size=5, feature_layers=STATES), tree),
+    "Gemma4Assistant": lambda t, tree: jspec.Gemma4Assistant(tiny.assistant_head(t), tree),
+    "UNO": lambda t, tree: jspec.UNO(tiny.uno_adapter(t), tree),
     "Medusa": lambda t, tree: jspec.Medusa(tiny.medusa_heads(t, heads=5), tree),
     "DraftModel": lambda t, tree: jspec.DraftModel(t, tree),  # is right, but for what a request's controls change
     "NGram": lambda t, tree: jspec.NGram(tree),
