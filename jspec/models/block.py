@@ -90,7 +90,7 @@ def mlp_part(
     Args:
         layer: weights of the layer.
         config: config of the layer.
-        attended: what the layer's mixer returned.
+        attended: what the layer's mixer returned; without a mixer, the input of the feed-forward.
         residual: residual stream before the layer's attention [batch, tokens, hidden].
         norms: one norm for each operation that reads the layer's output.
         eps: epsilon of the norms.

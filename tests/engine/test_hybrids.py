@@ -136,7 +136,7 @@ def test_a_preempted_request_goes_on_at_its_newest_state(hybrid: Recorded, monke
     with_state, without = computed
     print(f"{with_state} tokens computed in prefills, {without} without states of preempted requests")
     least = sum(map(len, prompts))
-    assert least < with_state < without - EVERY
+    assert least < with_state < without - EVERY // 2  # a state has seen 32 tokens; either run may preempt a round later
 
 
 def without_states(preempt: Callable[[Scheduler, Request], None]) -> Callable[[Scheduler, Request], None]:
