@@ -15,6 +15,7 @@ from jspec import Tree
 from jspec.__main__ import main
 from jspec.draft.dflash_head import dflash_params
 from jspec.draft.eagle_head import EagleHead, head_params
+from jspec.draft.gemma4_assistant_head import assistant_params
 from jspec.models.decoder import Model
 from jspec.models.mixers.short_conv import ShortConv
 from jspec.models.parts.param_spec import ParamSpec
@@ -151,6 +152,15 @@ def test_least_bytes_of_a_peagle_block_are_its_weights_and_its_caches_at_any_dep
     weights = size_of_matrices(head_params(config))
     for tree in (Tree.chain(1), Tree.chain(7)):
         assert sum(cost.bytes for cost in roofline.head_costs(config, 8, tree, 1024)) == 2 * (weights + cache)
+
+
+def test_least_bytes_of_an_assistant_are_its_weights_and_the_targets_rows_for_each_level() -> None:
+    """Three layers see the newest 1024 rows of 8 heads of 256 channels, one all rows of 2 heads of 512."""
+    config, rows = random_models.head_config("gemma4-26b-a4b", "gemma4_assistant"), 8 * 1024
+    weights, cache = size_of_matrices(assistant_params(config)), 2 * rows * (3 * 8 * 256 + 4 * 2 * 512)
+    for tree in (Tree.chain(2), Tree.topk(8, 2, 4)):
+        costs = roofline.head_costs(config, 8, tree, 4096)
+        assert sum(cost.bytes for cost in costs) == 2 * 2 * (weights + cache)
 
 
 def test_least_flops_of_a_step_with_a_budget_are_those_of_its_rows() -> None:

@@ -8,6 +8,7 @@ from itertools import product
 import jax
 
 from jspec.core.tree import Tree
+from jspec.draft.gemma4_assistant_head import AssistantConfig
 from jspec.draft.head_config import DFlashConfig, DSparkConfig, HeadConfig, PEagleConfig
 from jspec.models.config.decoder_config import ModelConfig
 from jspec.models.config.layer_config import LayerConfig
@@ -133,8 +134,12 @@ def layer_costs(
     return costs
 
 
-def head_costs(c: HeadConfig, batch: int, tree: Tree, context: int, widths: Widths = BF16) -> list[Cost]:
-    """Return the costs of the kernels of a head that fuses features of the target's newest tokens and drafts a tree."""
+def head_costs(
+    c: HeadConfig | AssistantConfig, batch: int, tree: Tree, context: int, widths: Widths = BF16
+) -> list[Cost]:
+    """Return the costs of the kernels of a head that drafts a tree."""
+    if isinstance(c, AssistantConfig):
+        return assistant_costs(c, batch, tree, context, widths)
     features = c.num_features * c.target_hidden_size
     fc = matmul("fc", batch * (tree.depth + 1), c.hidden_size, features, widths)
     if isinstance(c, DFlashConfig):
@@ -144,18 +149,32 @@ def head_costs(c: HeadConfig, batch: int, tree: Tree, context: int, widths: Widt
 
 def eagle_costs(c: HeadConfig, batch: int, tree: Tree, context: int, widths: Widths) -> list[Cost]:
     """Return the costs of a head that runs once for each level of a tree, or once for all levels (P-EAGLE)."""
-    if isinstance(c, PEagleConfig):
-        fed = [tree.depth]
-    elif tree.paths is None:
-        fed = [1] + [tree.k] * (tree.depth - 1)
-    else:
-        fed = [len(level.with_children) for level in tree.levels[:-1]]
+    fed = [tree.depth] if isinstance(c, PEagleConfig) else nodes_with_children(tree)
     # The embeddings' half of the projection is precomputed for a reduced draft vocabulary.
     has_own_vocab, costs = c.draft_vocab_size < c.vocab_size, []
     for (depth, nodes), (index, layer) in product(enumerate(fed), enumerate(c.layers)):
         inputs = c.hidden_size if index or (depth and has_own_vocab) else 2 * c.hidden_size
         costs += layer_costs(layer, c.hidden_size, batch, nodes, context, widths, inputs=inputs)
     return costs + [matmul("head", batch * nodes, c.draft_vocab_size, c.hidden_size, widths) for nodes in fed]
+
+
+def nodes_with_children(tree: Tree) -> list[int]:
+    """Return how many nodes of each level but the last a head runs on."""
+    if tree.paths is None:
+        return [1] + [tree.k] * (tree.depth - 1)
+    return [len(level.with_children) for level in tree.levels[:-1]]
+
+
+def assistant_costs(c: AssistantConfig, batch: int, tree: Tree, context: int, widths: Widths) -> list[Cost]:
+    """Return the costs of an assistant of Gemma 4 without clusters, which runs once for each level of a tree."""
+    costs = []
+    for nodes in nodes_with_children(tree):
+        costs.append(matmul("fc", batch * nodes, c.hidden_size, 2 * c.target_hidden_size, widths))
+        for layer in c.layers:
+            costs += layer_costs(layer, c.hidden_size, batch, nodes, context, widths)
+        costs.append(matmul("project", batch * nodes, c.target_hidden_size, c.hidden_size, BF16))
+        costs.append(matmul("head", batch * nodes, c.vocab_size, c.hidden_size, widths))
+    return costs
 
 
 def block_costs(c: DFlashConfig, batch: int, tree: Tree, context: int, widths: Widths) -> list[Cost]:

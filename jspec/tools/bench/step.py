@@ -206,7 +206,7 @@ def floor_milliseconds(case: StepCase) -> float | None:
     if tree.depth:
         head = random_models.head_config(case.shape, case.drafter)
         costs += roofline.head_costs(head, rows, tree, case.context, draft_widths)
-        layers += head.num_layers * (tree.depth if case.drafter == "eagle3" else 1)
+        layers += head.num_layers * (tree.depth if case.drafter in ("eagle3", "gemma4_assistant") else 1)
     seconds = roofline.seconds(costs, devices=case.tensor_parallel, sums=2 * layers)
     return None if seconds is None else seconds * 1e3
 
