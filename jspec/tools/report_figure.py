@@ -28,7 +28,7 @@ def draw(rows: Sequence[Any], file: Path) -> None:
             style |= dict(linestyle=DASHES[temperatures.index(group[1]) % len(DASHES)])
             left.plot([batches.index(row.batch) for row in line], [row.speed_up for row in line], **style)
             shares = line[-1].figures[1]["acceptance_per_position"]
-            label = f"{Path(group[0]).stem}, temperature {group[1]:g}"
+            label = f"{group[0]}, temperature {group[1]:g}"
             right.plot(range(1, len(shares) + 1), shares, label=label, **style)
         left.axhline(1, color=GREY, linewidth=0.8)
         left.set(xlabel="batch size", ylabel="speed-up over plain decoding", ylim=(0, None))

@@ -204,6 +204,7 @@ def test_report_against_an_earlier_one_of_the_same_load_says_what_changed(
         (["--target", "somewhere"], "--head: expected what drafts for somewhere, got none"),
         (["--against", "nowhere"], "--against: expected a folder with report.json, got nowhere"),
         (["--prompts", "sample,nonsense"], "nonsense"),
+        (["--prompts", "sample,sample"], "--prompts: expected sets and files of different names"),
         (["--accept", "block", "--tree", "topk:4,2,2"], '"block" needs a chain'),
     ],
 )

@@ -34,8 +34,7 @@ from jspec.tools.bench.prompt_sets import SAMPLE_SIZE, SAMPLED, sample
 from jspec.tools.bench.results import Column, Results, table_of
 from jspec.tools.options import check_join
 
-SLOTS = 16
-PREFILL = 512
+SLOTS, PREFILL = 16, 512  # requests at once, most tokens of a piece of a prompt
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from datetime import UTC, datetime
 from functools import partial
 from itertools import product
 from operator import attrgetter
+from pathlib import Path
 from typing import Annotated, Any
 
 from jspec.core.tree import Tree
@@ -187,7 +188,9 @@ def run(arguments: argparse.Namespace) -> Results:
         setattr(a, name, value if getattr(a, name) is None else getattr(a, name))
     if a.draft is None and not is_demo:
         raise ValueError(f"--head: expected what drafts for {a.target}, got none; `jspec heads {a.target}` lists heads")
-    texts = {name: prompts_of(name, a.num_prompts) for name in a.prompts}
+    texts = {Path(name).stem: prompts_of(name, a.num_prompts) for name in a.prompts}
+    if len(texts) < len(a.prompts):
+        raise ValueError(f"--prompts: expected sets and files of different names, got {a.prompts}; rename a file")
     case = acceptance.cases([a.accept], [a.tree], a.draft_quantize, [a.draft_window], a.lookup, a.join)[-1]
     pair = BenchPair.of(a)
     if is_demo:
@@ -198,8 +201,7 @@ def run(arguments: argparse.Namespace) -> Results:
     sets = {name: pair.encode(prompts, chat=a.chat) for name, prompts in texts.items()}
     facts = facts_of(a, sets)
     earlier = None if a.against is None else report_files.read(a.against, facts)
-    drafter = case.drafter(pair)
-    assert drafter is not None
+    drafter: Any = case.drafter(pair)  # never None, as there is a tree
     return Results(
         "drafted beside plain decoding",
         measure(pair, drafter, sets, a),

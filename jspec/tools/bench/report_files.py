@@ -15,8 +15,7 @@ from jspec.tools.table import table
 
 JSON, MARKDOWN, PICTURE = "report.json", "report.md", "report.svg"
 KEY = ("prompts", "temperature", "batch")  # of a row; options that a row has one value of
-COMPARED = {"length": "tokens a round", "plain_rate": "plain tokens/s", "drafted_rate": "drafted tokens/s"}
-COMPARED |= {"speed_up": "speed-up"}
+COMPARED = ("length", "plain_rate", "drafted_rate", "speed_up")  # with an earlier report, as report.json names them
 DIFFERENT = """THE TOKENS OF DRAFTED DECODING DIFFER FROM THOSE OF PLAIN DECODING. Two programs may round a near tie in
 different ways: repeat with --deterministic or --dtype float32; if they differ then too, please report it.
 """
@@ -86,7 +85,7 @@ def markdown(rows: Sequence[Any], facts: Mapping[str, Any], text: str) -> str:
 def changes(rows: Sequence[Any], facts: Mapping[str, Any], earlier: Mapping[str, Any]) -> str:
     """Return a table of what changed since an earlier report of the same load, and what was different then."""
     old = {tuple(row[name] for name in KEY): row for row in earlier["results"]}
-    lines = [[*KEY, *COMPARED.values(), "drafted, ratio"]]
+    lines = [[*KEY, *COMPARED, "ratio of drafted_rate"]]
     for row in rows:
         before = old[key := tuple(getattr(row, name) for name in KEY)]
         values = [f"{before[name]:.4g} → {getattr(row, name):.4g}" for name in COMPARED]
