@@ -86,7 +86,7 @@ def _verify_nodes(
     behind, counts = committed_factors(ring, slots, lengths), counts_of(written, slots, len(state))
     inputs = state, ring, slots, lengths, behind, counts, nodes_of(new, seen)
     outputs, values = delta_kernel.verify(*inputs, interpret=interpret)
-    # Keys and decays are written after the kernel has read the ring: else they are copied.
+    # Keys and decays are written after the kernel has read the ring, so that XLA need not copy them.
     outputs, values, keys, decays = jax.lax.optimization_barrier((outputs, values, new.keys, new.decays))
     records, rows = Records(keys, new.values, decays), _rows_of(ring, slots, lengths, written)
     ring = ring._replace(values=values).written(*rows, records, has_values=True)
