@@ -12,7 +12,7 @@ BUDGETS = {
     "tests/draft/test_dflash_windows.py": 11,
     "tests/draft/test_draft_vocab.py": 17,
     "tests/draft/test_draft_window.py": 17,
-    "tests/draft/test_gemma4_assistant.py": 38,
+    "tests/draft/test_gemma4_assistant.py": 42,
     "tests/draft/test_hybrid_mtp.py": 15,
     "tests/draft/test_mtp.py": 18,
     "tests/draft/test_padded_vocabulary.py": 22,
