@@ -223,9 +223,10 @@ class TokenBatch(WithNumerics):
         if self.packing is not None:
             return replace(self, packing=self.packing.pad(more))
         bits = None if self.bits is None else fill(self.bits)
-        return replace(
-            self, tokens=fill(self.tokens), positions=fill(self.positions), valid=fill(self.valid), bits=bits
-        )
+        of_tokens: dict[str, Any] = {name: fill(getattr(self, name)) for name in ("tokens", "positions", "valid")}
+        if self.adapter is not None and self.adapter.ndim == 2:
+            of_tokens["adapter"] = fill(self.adapter)
+        return replace(self, bits=bits, **of_tokens)
 
     @property
     def is_used(self) -> Bool[Array, "batch tokens"]:

@@ -11,7 +11,7 @@ import hashlib
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,11 @@ from typing import Any
 import numpy as np
 
 from convert import hub
-from convert.fields import CheckpointError, Fields, listed, read_json
+from convert.fields import CheckpointError, Fields, listed, read_json, short
 from convert.sources import Safetensors, Source
 
+# Values of init_lora_weights with which PEFT leaves the weights of the model as they are.
+KEPT_WEIGHTS = (None, True, False, "gaussian", "eva", "orthogonal")
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight")
 # Options of the config that change the computation, and what they are in an adapter that is read.
@@ -101,6 +103,12 @@ def _check(fields: Fields) -> None:
     """Raise an error if the config has an option that changes what is computed."""
     if fields.text("peft_type") != "LORA":
         raise NotImplementedError(f'{fields.place}: peft_type: expected "LORA", got "{fields["peft_type"]}"')
+    if fields.get("init_lora_weights") not in KEPT_WEIGHTS:
+        raise NotImplementedError(
+            f"{fields.place}: init_lora_weights: expected an adapter of unchanged weights, got "
+            f"{short(fields['init_lora_weights'])}, which changes them; save it with PEFT's "
+            "path_initial_model_for_weight_conversion, or merge it into its model"
+        )
     for name, values in UNUSED.items():
         if fields.get(name) not in values:
             raise NotImplementedError(
@@ -135,8 +143,8 @@ def _modules(source: Source) -> dict[str, dict[str, str]]:
 def _factors(module: str, tensors: Mapping[str, str], fields: Fields, source: Source) -> ModuleAdapter:
     """Read the tensors of a module, and multiply B by the scale."""
     shapes = {part: source.tensors[name].shape for part, name in tensors.items()}
-    rank = _of_module(fields, "rank_pattern", module, fields.integer("r"))
-    alpha = _of_module(fields, "alpha_pattern", module, fields.number("lora_alpha", 8))
+    rank = _of_module(fields, "rank_pattern", Fields.integer, module) or fields.integer("r")
+    alpha = _of_module(fields, "alpha_pattern", Fields.number, module) or fields.number("lora_alpha", 8)
     if not len(shapes["A"]) == len(shapes["B"]) == 2 or not shapes["A"][0] == shapes["B"][1] == rank:
         raise CheckpointError(
             source.folder,
@@ -144,14 +152,23 @@ def _factors(module: str, tensors: Mapping[str, str], fields: Fields, source: So
             f"{list(shapes['B'])}; correct r or rank_pattern in {CONFIG}",
         )
     a, b = (source.joined([tensors[part]], shapes[part], "float32") for part in "AB")
-    if not (np.isfinite(a).all() and np.isfinite(b).all()):
-        raise CheckpointError(source.folder, f"{module}: expected finite values, got others; download it again")
     scale = alpha / (math.sqrt(rank) if fields.flag("use_rslora", False) else rank)
     return ModuleAdapter(a, b * np.float32(scale))
 
 
-def _of_module(fields: Fields, option: str, module: str, default: Any) -> Any:
-    """Return a module's value of a pattern option, whose keys are regular expressions of the ends of names."""
+def _of_module(fields: Fields, option: str, read: Callable[[Fields, str], Any], module: str) -> Any:
+    """Return a module's value of a pattern option, whose keys are regular expressions of the ends of names, or None.
+
+    Args:
+        read: method of `Fields` that reads and checks a value.
+    """
     patterns = fields.object(option)
-    matching = (value for key, value in patterns.items() if re.fullmatch(rf"(.*\.)?({key})", module))
-    return next(matching, default)
+    for key in patterns:
+        value = read(patterns, key)
+        try:
+            is_of_module = re.fullmatch(rf"(.*\.)?({key})", module)
+        except re.error as error:
+            raise fields.error(option, f"regular expressions as keys ({short(key)}: {error})") from None
+        if is_of_module:
+            return value
+    return None

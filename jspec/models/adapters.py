@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +20,13 @@ from convert.fields import listed
 from convert.huggingface import is_stacked, unselected
 from jspec.models import families
 from jspec.models.adapter_files import AdapterFile, ModuleAdapter
+from jspec.models.config.decoder_config import ModelConfig
 from jspec.models.decoder import Model
 from jspec.models.load import text_names
 from jspec.models.mlps.mlp_config import Dense
 from jspec.models.parts.adapter_tables import AdapterTables, LowRank
 from jspec.models.parts.param_spec import ParamSpec
+from jspec.models.weights.params import model_params
 from jspec.models.weights.tensor_parallel import put, spec_of
 from pallas_kernels.layers.shard import AXIS
 
@@ -60,13 +63,14 @@ class AdaptableWeight:
         return a, ParamSpec((out, columns), (out_axis, ""), parts=self.spec.parts, unit=self.spec.unit)
 
 
-def adaptable_weights(model: Model) -> list[dict[str, AdaptableWeight]]:
+@lru_cache(maxsize=8)
+def adaptable_weights(config: ModelConfig) -> Sequence[Mapping[str, AdaptableWeight]]:
     """Return the weights of a model that may have adapters, for each layer by name.
 
     These are the projections of mixers, except those of keys and values from a latent vector and of the gates of gated
     delta nets; and the projections of feed-forward layers that are no experts.
     """
-    config, params = model.config, model.declared()
+    params = model_params(config)
     layers: list[dict[str, AdaptableWeight]] = [{} for _ in config.layers]
     for row in families.family_of(config.family).weights(config, ()):
         match, (stored, index) = WEIGHT.fullmatch(row.parameter), unselected(row)
@@ -89,13 +93,18 @@ def empty_tables(model: Model, tables: int, rank: int) -> AdapterTables:
         a, b = weight.of(tables, rank)
         return LowRank(_zeros(a, model), _zeros(b, model), weight.width(rank))
 
-    return AdapterTables([{n: zeros(weight) for n, weight in layer.items()} for layer in adaptable_weights(model)])
+    return AdapterTables(
+        [{n: zeros(weight) for n, weight in layer.items()} for layer in adaptable_weights(model.config)]
+    )
 
 
 def table_bytes(model: Model, tables: int, rank: int, devices: int) -> int:
     """Return the bytes of `empty_tables` on each of several devices."""
     specs = [
-        spec for layer in adaptable_weights(model) for weight in layer.values() for spec in weight.of(tables, rank)
+        spec
+        for layer in adaptable_weights(model.config)
+        for weight in layer.values()
+        for spec in weight.of(tables, rank)
     ]
     parts = (math.prod(spec.shape) // (devices if AXIS in spec_of(spec) else 1) for spec in specs)
     return sum(parts) * model.dtype.itemsize if tables else 0
@@ -124,7 +133,7 @@ def as_tables(adapter: AdapterFile, model: Model, rank: int) -> list[dict[str, L
         raise ValueError(f"expected an adapter of rank {rank} at most, got {adapter.rank}; raise adapter_rank")
     stored = text_names(f"{module}.weight" for module in adapter.modules)
     factors = {n.removesuffix(".weight"): adapter.modules[s.removesuffix(".weight")] for n, s in stored.items()}
-    layers = adaptable_weights(model)
+    layers = adaptable_weights(model.config)
     known = {module for layer in layers for weight in layer.values() for module in weight.modules}
     if unknown := sorted(factors.keys() - known):
         kinds = listed(sorted({name.rpartition(".")[2] for name in known}))
@@ -146,16 +155,23 @@ def _table(weight: AdaptableWeight, factors: Mapping[str, ModuleAdapter], rank: 
             got, wanted = (part.b.shape[0], part.a.shape[1]), (rows, inner)
             if got != wanted:
                 raise ValueError(f"{module}: expected {wanted} outputs and inputs, got {got}; take the adapter's model")
+            if not all(np.isfinite(array.astype(dtype)).all() for array in (part.a, part.b)):
+                raise ValueError(f"{module}: expected finite values in {dtype}, got NaN or infinity; check the scales")
             a[column : column + len(part.a)] = part.a
             b[row : row + rows, column : column + len(part.a)] = part.b
         row += rows
     return LowRank(a.astype(dtype), (b if weight.index is None else b[weight.index]).astype(dtype), width)
 
 
+def no_adapter(model: Model, rank: int) -> list[dict[str, LowRank]]:
+    """Return a table of zeros in the form of `as_tables`."""
+    return as_tables(AdapterFile({}, 0, b"", ""), model, rank)
+
+
 def on_devices(adapter: Sequence[Mapping[str, LowRank]], model: Model) -> list[dict[str, LowRank]]:
     """Return the table of `as_tables` on the devices of a model."""
     layers = []
-    for layer, weights in zip(adapter, adaptable_weights(model), strict=True):
+    for layer, weights in zip(adapter, adaptable_weights(model.config), strict=True):
         layers.append({name: _put(layer[name], weights[name], model) for name in layer})
     return layers
 

@@ -264,6 +264,8 @@ class MemoryPlanner:
             if pool.copies and fits(replace(pool, copies=0)):
                 most = _largest(pool.copies - 1, lambda value: fits(replace(pool, copies=value)))
                 remedies.append(f"lower cached_states to at most {most}")
+        if self.adapters:
+            remedies.append(f"lower adapters or adapter_rank, whose tables take {size(self.adapters)}")
         if (pages := self.pages_that_fit(pool, limit)) >= 2:
             remedies.append(f"pass pages={pages}")
         if not remedies:

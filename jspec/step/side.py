@@ -31,7 +31,7 @@ from jspec.core.records import Draft, SlotState
 from jspec.draft.base import Drafter
 from jspec.draft.elsewhere import Elsewhere
 from jspec.draft.lookup import LookupState, states_with_corpus, with_corpora
-from jspec.models.adapters import empty_tables, on_devices, table_bytes
+from jspec.models.adapters import empty_tables, no_adapter, on_devices, table_bytes
 from jspec.models.decoder import Model
 from jspec.models.parts.adapter_tables import AdapterTables, LowRank
 from jspec.models.parts.kv_pool import PoolShape
@@ -124,6 +124,9 @@ class Side:
         self._pool = pool
         self._make_state()
         others = None if drafting is self else drafting.programs
+        if self.adapters is not None and self._config.compile_ahead:
+            assert self.params.target is not None
+            self.load_adapter(0, no_adapter(self.params.target, self._config.adapter_rank))  # compiles the load
         self.programs = Executables(self.program, self.params, self.state, self._config, others, self.adapters)
         self._update_memory_plan([])
 

@@ -54,7 +54,11 @@ def _add_engine_arguments(group: argparse._ArgumentGroup) -> None:
     about = "largest number of tokens of a request's prediction, from which a look-up drafts"
     group.add_argument("--predicted-tokens", type=int, metavar="N", help=about)
     group.add_argument(
-        "--adapter", nargs="+", metavar="NAME=PATH", help="LoRA adapters, which requests name as their model"
+        "--adapter",
+        nargs="+",
+        action="extend",
+        metavar="NAME=PATH",
+        help="LoRA adapters, which requests name as their model",
     )
     group.add_argument("--adapters", type=int, metavar="N", help="adapters in use at once; default: as many as named")
     group.add_argument(
@@ -153,7 +157,7 @@ def run(arguments: argparse.Namespace) -> int:
     from jspec.server.run import bind, serve
 
     _take_model(arguments)
-    settings = make_settings(arguments)
+    settings, adapters = make_settings(arguments), adapters_of(arguments)
     check_replicas(arguments)
     with _log(arguments.log_level):
         if jspec.distributed.process_id():
@@ -166,7 +170,8 @@ def run(arguments: argparse.Namespace) -> int:
             check_formats(template_of(tokenizer), settings)
             settings = replace(settings, sampling=model_sampling(arguments.generation_config, arguments.target))
             with make_engine(arguments, tokenizer) as engine:
-                load_adapters(arguments, engine)
+                for name, path in adapters.items():
+                    engine.load_adapter(name, path)
                 texts = compiling(address, settings), greeting(address, settings)
                 listens, ready = (partial(print, text, end="", flush=True) for text in texts)
                 return serve(engine, settings, listener, listens, ready)
@@ -221,19 +226,24 @@ def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
     return options | ({"adaptive": True} if arguments.adaptive else {})
 
 
-def load_adapters(arguments: argparse.Namespace, engine: Engine | Replicas) -> None:
-    """Load the adapters of a parsed command line.
+def adapters_of(arguments: argparse.Namespace) -> dict[str, str]:
+    """Return the path of each adapter of a parsed command line, by name.
 
     Raises:
-        ValueError: an option is not NAME=PATH, or names the model; or an adapter cannot be loaded.
+        ValueError: an option is not NAME=PATH, or a name is the model's or given twice; or the routes that load
+            adapters need an engine with adapters.
     """
+    adapters: dict[str, str] = {}
     for text in arguments.adapter or ():
         name, _, path = text.partition("=")
         if not name or not path:
             raise ValueError(f"--adapter: expected NAME=PATH, got {text!r}")
-        if name in (arguments.served_model_name or (arguments.target,)):
-            raise ValueError(f"--adapter: expected another name than the model's, got {name!r}")
-        engine.load_adapter(name, path)
+        if name in (*adapters, *(arguments.served_model_name or (arguments.target,))):
+            raise ValueError(f"--adapter: expected another name than those of the model and of others, got {name!r}")
+        adapters[name] = path
+    if arguments.adapter_routes and not (adapters or arguments.adapters):
+        raise ValueError("--adapter-routes: expected --adapters N, the number in use at once, got none; add it")
+    return adapters
 
 
 def make_settings(arguments: argparse.Namespace) -> Settings:

@@ -13,7 +13,9 @@ import pytest
 from jspec import UNO, Beside, Engine, Model, NGram, SamplingParams, Tree
 from jspec.draft import uno
 from jspec.draft.named import make_drafter
+from jspec.models import decoder
 from jspec.models.adapters import as_tables, empty_tables, on_devices
+from jspec.step import decode
 from jspec.testing import check_lossless
 from tests.support import engines, tiny
 from tests.support.recordings import run_texts
@@ -82,13 +84,28 @@ def test_first_draft_token_is_the_targets_own_and_always_accepted(target: Model)
         assert all(each.accept_len > 0 for one in done for each in one.rounds[:-1])
 
 
-def test_rows_with_the_adapter_in_the_verifying_pass_emit_other_tokens(
-    target: Model, adapted: Model, monkeypatch: pytest.MonkeyPatch
+def test_adapter_in_the_rows_that_are_verified_emits_other_tokens(
+    target: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with engines.make(target, **OPTIONS) as engine:
         plain = [done.token_ids for done in engine.generate(PROMPTS, GREEDY)]
-    with engines.make(adapted, **OPTIONS) as engine:
+    verify = decode.verify_stage
+
+    def adapted(program: Any, params: Any, *rest: Any) -> Any:
+        layers = params.draft.adapter.adapted(params.target.layers, jnp.ones((1, 1), jnp.int32))
+        return verify(program, replace(params, target=replace(params.target, layers=layers)), *rest)
+
+    monkeypatch.setattr(decode, "verify_stage", adapted)
+    with Engine(target, drafter=UNO(tiny.uno_adapter(target), TREES[0]), **OPTIONS) as engine:
         assert [done.token_ids for done in engine.generate(PROMPTS, GREEDY)] != plain
+
+
+def test_rows_that_a_kernel_pads_have_no_adapter(target: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    with engines.make(target, **OPTIONS) as engine:
+        plain = [done.token_ids for done in engine.generate(PROMPTS, GREEDY)]
+    monkeypatch.setattr(decoder, "kernel_padding", lambda *sizes: 1)
+    with Engine(target, drafter=UNO(tiny.uno_adapter(target), TREES[0]), **OPTIONS) as engine:
+        assert [done.token_ids for done in engine.generate(PROMPTS, GREEDY)] == plain
 
 
 @pytest.mark.parametrize(

@@ -184,6 +184,18 @@ def test_requests_go_on_while_adapters_are_loaded_and_unloaded(target: Model, go
             engine.generate([1], adapter="all")
 
 
+def test_requests_without_adapters_overtake_one_that_waits_for_a_table(target: Model, golden: Path) -> None:
+    """The first request has the only table, the second waits for it, and so does the fourth, in order."""
+    with loaded(engines.make(target, **OPTIONS | {"adapters": 1}), golden) as engine:
+        kinds = ("all", "rslora", None, "all")
+        params = [SamplingParams(max_tokens=20, temperature=0, adapter=kind) for kind in kinds]
+        done = [engine.result(request) for request in [engine.submit(prompt_of(golden), each) for each in params]]
+        assert are_recorded(done, golden, kinds) == [True] * 4
+        first, second, third, fourth = (each.metrics.queue_seconds for each in done)
+        assert max(first, third) < second < fourth
+
+
+@pytest.mark.long
 def test_replicas_serve_the_adapters_of_all(target: Model, golden: Path) -> None:
     devices = jax.devices()[:2]
     with Replicas(lambda mesh: engines.make(target, mesh=mesh, **OPTIONS), devices) as replicas:

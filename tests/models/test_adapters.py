@@ -120,12 +120,14 @@ def test_wrong_readings_have_other_logits(golden: Path, monkeypatch: pytest.Monk
     with monkeypatch.context() as patch:  # alpha of all modules
         of_module = adapter_files._of_module
         patch.setattr(
-            adapter_files, "_of_module", lambda f, o, m, d: of_module(f, o, m, d) if o == "rank_pattern" else d
+            adapter_files, "_of_module", lambda f, o, *a: of_module(f, o, *a) if o == "rank_pattern" else None
         )
         assert error(adapted(golden, "llama/patterns"), golden, "llama/patterns") > LEAST
     with monkeypatch.context() as patch:  # rows of queries with gates in the order of the file
         patch.setattr(adapters, "unselected", lambda row: (unselected(row)[0], None))
+        adapters.adaptable_weights.cache_clear()
         assert error(adapted(golden, "qwen3_5_text/all"), golden, "qwen3_5_text/all") > LEAST
+    adapters.adaptable_weights.cache_clear()
 
 
 def copied(folder: Path, to: Path, config: dict[str, Any] | None = None, **tensors: np.ndarray | None) -> Path:
@@ -151,7 +153,9 @@ Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
         ({"target_parameters": ["experts.down_proj"]}, {}, "target_parameters"),
         ({"r": 3}, {}, "expected lora_A"),
         ({}, {Q.format("A"): None}, "lora_A and lora_B of each module"),
-        ({}, {Q.format("A"): np.full((4, 32), np.nan, np.float32)}, "finite"),
+        ({"init_lora_weights": "pissa"}, {}, "init_lora_weights: expected an adapter of unchanged weights"),
+        ({"rank_pattern": {"(q": 1}}, {}, "rank_pattern: expected regular expressions as keys"),
+        ({"alpha_pattern": {"q_proj": "x"}}, {}, "q_proj: expected a number"),
         ({}, {"base_model.model.model.embed_tokens.lora_embedding_A": np.ones((4, 128), np.float32)}, "embeddings"),
     ],
 )
@@ -175,6 +179,10 @@ def test_adapter_that_does_not_fit_the_target_is_refused(folder: Path, tmp_path:
         adapters.as_tables(
             read_adapter(copied(folder, tmp_path, **{Q.format("A"): np.ones((4, 16), np.float32)})), target, RANK
         )
+    for part, values in {"A": np.full((4, 32), np.nan), "B": np.full((64, 4), 3e38)}.items():
+        changed = {Q.format(part): values.astype(np.float32)}
+        with pytest.raises(ValueError, match="q_proj: expected finite values in float32, got NaN or infinity"):
+            adapters.as_tables(read_adapter(copied(folder, tmp_path, **changed)), target, RANK)
     with pytest.raises(FileNotFoundError, match=r"adapter_config\.json and adapter_model\.safetensors"):
         read_adapter(golden / "families" / "llama")
 

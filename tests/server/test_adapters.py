@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,13 +13,14 @@ import openai
 import pytest
 from safetensors.numpy import save_file
 
+from jspec.tools import serve
 from tests.support import serving
 
 HIDDEN = 16  # of the engine's target
 
 
 def written(folder: Path, *, alpha: int = 1, inputs: int = HIDDEN) -> str:
-    """Write an adapter of rank 1 of the output projection of layer 0."""
+    """Write an adapter of rank 1 of the gate projection of layer 0."""
     folder.mkdir()
     (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 1, "lora_alpha": alpha}))
     module = "base_model.model.model.layers.0.mlp.gate_proj"
@@ -86,8 +88,9 @@ def test_wrong_requests_to_load_say_what_was_expected(server: serving.Running, t
         ({"lora_name": "x"}, "lora_path", "expected a text, got nothing"),
         ({"lora_name": serving.NAME, "lora_path": wide}, "lora_name", "another name than the model's"),
         ({"lora_name": "formal", "lora_path": wide}, "lora_name", "expected a new one"),
-        ({"lora_name": "x", "lora_path": wide}, "lora_name", r"outputs and inputs"),
-        ({"lora_name": "x", "lora_path": str(tmp_path / "none")}, "lora_name", "no such folder"),
+        ({"lora_name": "x", "lora_path": wide}, "lora_path", r"outputs and inputs"),
+        ({"lora_name": "x", "lora_path": str(tmp_path / "none")}, "lora_path", "no such folder"),
+        ({"lora_name": "x", "lora_path": wide, "load_inplace": True}, "load_inplace", "unloaded first"),
     ):
         status, answer = post(server, "/v1/load_lora_adapter", **body)
         assert (status, answer["error"]["param"]) == (400, param) and text in answer["error"]["message"]
@@ -97,3 +100,25 @@ def test_wrong_requests_to_load_say_what_was_expected(server: serving.Running, t
 def test_routes_that_load_adapters_are_off_unless_the_settings_allow_them(tmp_path: Path) -> None:
     with serving.running() as server:
         assert post(server, "/v1/load_lora_adapter", lora_name="x", lora_path=str(tmp_path))[0] == 404
+
+
+def test_options_of_adapters_are_checked_before_weights_are_read() -> None:
+    parser = argparse.ArgumentParser()
+    serve.add_arguments(parser)
+
+    def parsed(line: str) -> dict[str, str]:
+        arguments = parser.parse_args(["--target", "t", *line.split()])
+        adapters = serve.adapters_of(arguments)
+        assert serve.engine_options(arguments).get("adapters", 0) == (arguments.adapters or len(adapters))
+        return adapters
+
+    assert parsed("--adapter a=x b=y --adapter c=z") == {"a": "x", "b": "y", "c": "z"}
+    assert parsed("--adapters 2 --adapter-routes") == {}
+    for line, text in {
+        "--adapter a": "expected NAME=PATH",
+        "--adapter t=x": "expected another name",
+        "--adapter a=x a=y": "expected another name",
+        "--adapter-routes": "expected --adapters N",
+    }.items():
+        with pytest.raises(ValueError, match=text):
+            parsed(line)

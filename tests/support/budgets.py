@@ -16,7 +16,7 @@ BUDGETS = {
     "tests/draft/test_hybrid_mtp.py": 15,
     "tests/draft/test_mtp.py": 18,
     "tests/draft/test_padded_vocabulary.py": 22,
-    "tests/draft/test_uno.py": 50,
+    "tests/draft/test_uno.py": 56,
     "tests/draft/test_peagle.py": 13,
     "tests/engine/test_adapters.py": 54,
     "tests/engine/test_adaptive_engine.py": 47,

@@ -270,7 +270,7 @@ def assistant_head(target: Model, *, clusters: int = 0, top_clusters: int = 0, s
 def uno_adapter(target: Model, *, rank: int = 2, seed: int = 1) -> AdapterFile:
     """Return a random adapter of all weights that may have one."""
     rng, modules = np.random.default_rng(seed), {}
-    for weight in (weight for layer in adaptable_weights(target) for weight in layer.values()):
+    for weight in (weight for layer in adaptable_weights(target.config) for weight in layer.values()):
         for name, rows in weight.modules.items():
             shapes = (rank, weight.spec.shape[1]), (rows, rank)
             a, b = (rng.normal(size=shape).astype(np.float32) for shape in shapes)

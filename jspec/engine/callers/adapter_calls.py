@@ -51,8 +51,7 @@ class AdapterCalls(abc.ABC):
         """
         if not isinstance(name, str) or not name:
             raise TypeError(f"load_adapter: name: expected a text, got {short(name)}")
-        if name in self.input_processor.adapters:
-            raise ValueError(f"load_adapter: name: expected a new one, got {short(name)}; unload_adapter it first")
+        self._check_new(name)
         config, target = self._adapted
         if not config.adapters:
             raise ValueError(
@@ -64,7 +63,14 @@ class AdapterCalls(abc.ABC):
             layers = as_tables(file, target, config.adapter_rank)
         except ValueError as error:
             raise ValueError(f"load_adapter: {path}: {error}") from None
-        self.input_processor.adapters[name] = Adapter(name, str(path), file.digest, layers)
+        with self.input_processor.changing_adapters:
+            self._check_new(name)  # another thread may have loaded one meanwhile
+            adapters = self.input_processor.adapters
+            self.input_processor.adapters = {**adapters, name: Adapter(name, str(path), file.digest, layers)}
+
+    def _check_new(self, name: str) -> None:
+        if name in self.input_processor.adapters:
+            raise ValueError(f"load_adapter: name: expected a new one, got {short(name)}; unload_adapter it first")
 
     def unload_adapter(self, name: str) -> None:
         """Forget an adapter; requests that have it go on.
@@ -72,6 +78,9 @@ class AdapterCalls(abc.ABC):
         Raises:
             ValueError: no adapter has this name.
         """
-        if self.input_processor.adapters.pop(name, None) is None:
-            loaded = ", ".join(map(repr, self.input_processor.adapters)) or "none"
-            raise ValueError(f"unload_adapter: name: expected one of {loaded}, got {short(name)}")
+        with self.input_processor.changing_adapters:
+            adapters = dict(self.input_processor.adapters)
+            if adapters.pop(name, None) is None:
+                loaded = ", ".join(map(repr, adapters)) or "none"
+                raise ValueError(f"unload_adapter: name: expected one of {loaded}, got {short(name)}")
+            self.input_processor.adapters = adapters

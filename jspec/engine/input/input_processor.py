@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -39,7 +40,7 @@ class InputProcessor:
         eos_ids: the model's end-of-sequence tokens.
         config: the engine's options.
         ids: iterator that gives each request its number.
-        adapters: the adapters that the engine has loaded, by name.
+        adapters: the adapters that the engine has loaded, by name; replaced as a whole, because threads read it.
         gathers_logits: function that returns `Request.gathers_logits` for a request's parameters.
     """
 
@@ -49,7 +50,8 @@ class InputProcessor:
     config: EngineConfig
     ids: Iterator[int] = field(default_factory=lambda: count(1))
     gathers_logits: Callable[[SamplingParams], bool] = lambda params: False
-    adapters: dict[str, Adapter] = field(default_factory=dict)
+    adapters: Mapping[str, Adapter] = field(default_factory=dict)
+    changing_adapters: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def __post_init__(self) -> None:
         wrong = [token for token in self.eos_ids if not 0 <= token < self.vocab_size]
@@ -182,9 +184,12 @@ class InputProcessor:
 
     def _adapter(self, params: SamplingParams) -> Adapter | None:
         """Return the adapter that a request names."""
-        if params.adapter is None or params.adapter in self.adapters:
-            return self.adapters.get(params.adapter or "")
-        names = ", ".join(map(repr, self.adapters)) or "none"
+        if params.adapter is None:
+            return None
+        adapters = self.adapters
+        if (adapter := adapters.get(params.adapter)) is not None:
+            return adapter
+        names = ", ".join(map(repr, adapters)) or "none"
         raise ValueError(
             f"adapter: expected one that this engine has loaded ({names}), got {short(params.adapter)}; load it with "
             "Engine.load_adapter"

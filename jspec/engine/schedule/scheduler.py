@@ -6,10 +6,10 @@ Requests are served by priority; requests of equal priority in order of arrival.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import takewhile
+from itertools import islice, takewhile
 
 from jspec.core.prompt_blocks import block_rows, padded
 from jspec.engine.request.request import Request
@@ -280,11 +280,11 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def _admit(self) -> Request | None:
-        """Admit the first waiting request and return it; None if there is none, or no slot, or too few pages."""
+        """Admit the first waiting request that may start, and return it; None: there is none, or no slot or pages."""
         if not self.waiting or not self._free_slots:
             return None
-        request = self.waiting[0]
-        if not self._has_table(request):
+        request = next(self._admissible(), None)
+        if request is None:
             return None
         state = request.state
         if state.steps_in_flight:
@@ -310,13 +310,23 @@ class Scheduler:
         if request.metrics.num_prompt_tokens == 0:  # the request was not admitted before
             request.metrics.num_prompt_tokens = len(request.prompt_token_ids)
             request.metrics.num_cached_tokens = state.num_prefilled
-        insort(self.running, self.waiting.pop(0), key=_order)
+        del self.waiting[bisect_left(self.waiting, request.order, key=_order)]
+        insort(self.running, request, key=_order)
         return request
 
-    def _has_table(self, request: Request) -> bool:
-        """Return whether a table is free for a request's adapter, or has it already."""
-        adapters = {other.adapter.digest for other in (request, *self.running) if other.adapter is not None}
-        return request.adapter is None or len(adapters) <= self.limits.adapters
+    def _admissible(self) -> Iterator[Request]:
+        """Return the waiting requests for which a table has their adapter, or is free, in order.
+
+        Requests without an adapter overtake one that waits for a table; others do not, so it gets the next.
+        """
+        taken = {request.adapter.digest for request in self.running if request.adapter is not None}
+        waits = False
+        for request in self.waiting:
+            if request.adapter is not None:
+                waits = waits or len(taken | {request.adapter.digest}) > self.limits.adapters
+                if waits:
+                    continue
+            yield request
 
     def _pages_to_share(self, request: Request) -> list[int]:
         """Return the cached pages that a request takes: with recurrent states those up to where one can be kept."""
@@ -436,7 +446,7 @@ class Scheduler:
         rows, filled, pages, soon = 0, 0, self.pages.num_free, set[Digest]()
         block = block_rows(size)[1]
         running = [request for request in self.running if not request.is_prefilled]
-        for request in [*running, *self.waiting[: len(self._free_slots)]]:
+        for request in [*running, *islice(self._admissible(), len(self._free_slots))]:
             if filled >= size or request.prefill_outputs != first.prefill_outputs:
                 break
             state, digests, start = request.state, self._digests_to_match(request), request.state.num_prefilled

@@ -42,6 +42,7 @@ FOREIGN = {  # what to send instead of fields of other servers, where `FOREIGN_N
     **dict.fromkeys(
         ("enable_thinking", "thinking", "template_kwargs"), 'chat_template_kwargs {"enable_thinking": ...}'
     ),
+    **dict.fromkeys(("lora_path", "lora_name", "lora_request"), "model, the name of a loaded adapter"),
     **dict.fromkeys(("inputs", "input_ids", "prompt_token_ids"), "prompt"),
     **dict.fromkeys(("n_predict", "max_output_tokens"), "max_tokens"),
     "do_sample": "temperature (0 for greedy decoding)",
@@ -290,6 +291,11 @@ TOKENIZE = {
     "add_special_tokens": Field(boolean),
     "return_token_strs": Field(boolean),
 }
-LOAD_ADAPTER = {"lora_name": Field(text), "lora_path": Field(text)}
-UNLOAD_ADAPTER = {"lora_name": Field(text)}
+LOAD_ADAPTER = {
+    "lora_name": Field(text),
+    "lora_path": Field(text),
+    "load_inplace": Field(only(False, "a name that is in use must be unloaded first")),
+    "base_model_name": Field(text),
+}
+UNLOAD_ADAPTER = {"lora_name": Field(text), "lora_int_id": Field(never("adapters have names alone"))}
 DETOKENIZE = {"model": Field(text), "tokens": Field(listing(2**20))}

@@ -59,6 +59,7 @@ class Service:
         self.calls = OpenCalls(engine, limit)
         self.texts = ShownTokens(engine.tokenizer)
         self._text_threads = ThreadPoolExecutor(TEXT_THREADS, "jspec-text")
+        self._adapter_thread = ThreadPoolExecutor(1, "jspec-adapter")  # a load may wait for a download
         self._grammar_thread = ThreadPoolExecutor(1, "jspec-grammar")  # grammars are compiled one at a time
         self.num_active = 0
         self._is_tracing = False
@@ -110,9 +111,10 @@ class Service:
         finally:
             self.num_active -= 1
 
-    async def in_thread(self, work: Callable[[], T], *, has_grammar: bool = False) -> T:
+    async def in_thread(self, work: Callable[[], T], *, has_grammar: bool = False, loads_adapter: bool = False) -> T:
         """Run work that may take long in a worker thread; work with a grammar waits for other grammars."""
         threads = self._grammar_thread if has_grammar else self._text_threads
+        threads = self._adapter_thread if loads_adapter else threads
         return await asyncio.get_running_loop().run_in_executor(threads, work)
 
     @contextlib.contextmanager
@@ -152,5 +154,5 @@ class Service:
     def close(self) -> None:
         """Abort what runs, and end the threads that belong to the server."""
         self.calls.abort_all()
-        for threads in (self._text_threads, self._grammar_thread):
+        for threads in (self._text_threads, self._grammar_thread, self._adapter_thread):
             threads.shutdown(wait=False, cancel_futures=True)
