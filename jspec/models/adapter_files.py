@@ -153,7 +153,8 @@ def _factors(module: str, tensors: Mapping[str, str], fields: Fields, source: So
         )
     a, b = (source.joined([tensors[part]], shapes[part], "float32") for part in "AB")
     scale = alpha / (math.sqrt(rank) if fields.flag("use_rslora", False) else rank)
-    return ModuleAdapter(a, b * np.float32(scale))
+    with np.errstate(over="ignore"):  # `jspec.models.adapters.as_tables` refuses infinity
+        return ModuleAdapter(a, b * np.float32(scale))
 
 
 def _of_module(fields: Fields, option: str, read: Callable[[Fields, str], Any], module: str) -> Any:
