@@ -205,6 +205,8 @@ WITHOUT_COUNT: dict[str, Any] = {"num_nextn_predict_layers": None}
     [
         ({}, "none", None),
         (WITHOUT_COUNT, "none", None),  # the tensors are counted
+        ({"layers_block_type": None, "hybrid_override_pattern": "MEM*E"}, "none", None),
+        ({"layers_block_type": None, "layer_types": ["mamba", "moe", "mamba", "attention", "moe"]}, "none", None),
         ({PATTERN: "*EM"}, "none", r"mtp_layers_block_type: expected .*got .*linear_attention"),
         (WITHOUT_COUNT, "mtp.layers.1.", r"missing: .*mtp\.layers\.1\."),
         ({}, "mtp.", ""),
