@@ -24,11 +24,11 @@ OTHER_TENSORS = {
     r"parallel_draft_heads\..*": "parallel draft heads",
     r"medusa_heads?\..*": "Medusa heads within a model (Medusa-2)",
 }
-# Tensors that predict further tokens (MTP), beside a model's layers or in layers behind its last one. A model is loaded
+# Tensors that predict further tokens (MTP), beside a model's layers or in layers after its last one. A model is loaded
 # without them.
 LATER_TENSORS = re.compile(r"(?:model\.)?mtp(_layers)?\..*")
 LATER_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")  # keys: number of layers with such tensors
-LATER_LAYER = re.compile(r"(?:.*\.)?layers\.([0-9]{1,6})\.eh_proj\..*")
+LATER_LAYER = re.compile(r"(?!(?:model\.)?mtp\.)(?:.*\.)?layers\.([0-9]{1,6})\.eh_proj\..*")
 OTHER_ARCHITECTURES = ("DSpine", "Domino")
 MOST_LATER = 2048  # layers that are left out; a config may count more
 GEMMA4_ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")  # values of `model_type`
@@ -83,7 +83,7 @@ def later_layers(config: Fields, names: Iterable[str]) -> set[int]:
         config: config of the language model.
         names: names of its tensors.
     """
-    if config.get("num_hidden_layers") is None:  # Nemotron-H lists its layers, and has none of these behind them
+    if config.get("num_hidden_layers") is None:  # Nemotron-H lists its layers, and has none of these after them
         return set()
     first, more = config.integer("num_hidden_layers"), config.integer("num_nextn_predict_layers", 0, least=0)
     stored = {int(match[1]) for name in names if (match := LATER_LAYER.fullmatch(name))}

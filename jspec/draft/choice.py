@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from convert import hub, orbax
-from convert.fields import read_json
-from convert.sources import open_source
 from jspec.draft.auto import load_drafter, read_header
 from jspec.draft.base import Drafter
 from jspec.draft.formats.mtp_format import has_mtp_layer
@@ -60,7 +58,7 @@ def drafter_of(path: str | os.PathLike[str]) -> DrafterChoice:
 
 
 def choose_drafter(target: str | os.PathLike[str]) -> DrafterChoice:
-    """Choose a drafter: the folder `drafter` in the target's folder, else its MTP layer, else a `Suffix`.
+    """Choose a drafter: the folder `drafter` in the target's folder, else its MTP layer if we read it, else a `Suffix`.
 
     Published heads of the target (`jspec.draft.published`) are logged, but never downloaded.
 
@@ -73,7 +71,7 @@ def choose_drafter(target: str | os.PathLike[str]) -> DrafterChoice:
     beside = folder / SUBFOLDER
     if beside.is_dir():
         choice = drafter_of(beside)
-    elif not orbax.is_checkpoint(folder) and has_mtp_layer(read_json(folder / "config.json"), open_source(folder)):
+    elif not orbax.is_checkpoint(folder) and has_mtp_layer(folder):
         choice = DrafterChoice(MTP.method, folder)
     else:
         choice = DrafterChoice("suffix", None)

@@ -16,7 +16,7 @@ from jspec.draft.draft_vocab import reduced_head
 from jspec.draft.head_pair import check_fit
 from jspec.models.decoder import Model
 from jspec.models.mixers.gqa import GQA
-from jspec.models.mlps.mlp_config import Dense
+from jspec.models.mlps.mlp_config import Dense, NoMlp
 from jspec.models.parts.param_spec import Params
 from jspec.train.config import TrainConfig
 from jspec.train.measured import Measured
@@ -133,9 +133,10 @@ def at_most(config: TrainConfig, name: str, most: int, what: str) -> None:
 def layer_sizes(target: Model) -> dict[str, Any]:
     """Return the sizes of a head's layers, arguments of `DecoderConfig.of_sizes`.
 
-    The feed-forward is that of the target's first layer, the attention that of its first layer with attention.
+    The feed-forward and the attention are those of the target's first layers that have one.
     """
-    mlp, attention, hidden = target.config.mlps[0], target.config.attention, target.config.hidden_size
+    attention, hidden = target.config.attention, target.config.hidden_size
+    mlp = next(mlp for mlp in target.config.mlps if not isinstance(mlp, NoMlp))
     width = mlp.width if isinstance(mlp, Dense) else WIDTH * hidden
     if isinstance(attention, GQA):
         heads = dict(num_heads=attention.heads, num_kv_heads=attention.kv_heads, head_dim=attention.head_dim)

@@ -75,8 +75,8 @@ def verify(
         read = _read(state, window, queries, scale)
     else:
         both, scales = jnp.concatenate([keys, queries], axis=2), jnp.concatenate([scale, scale], axis=2)
-        found, read = jnp.split(_read(state, window, both, scales), 2, axis=2)
-        values = _solve(weights, new.rates[..., None] * (new.values - found), new.keys.dtype)
+        by_keys, read = jnp.split(_read(state, window, both, scales), 2, axis=2)
+        values = _solve(weights, new.rates[..., None] * (new.values - by_keys), new.keys.dtype)
     return read + _product("bhij,bhjv->bhiv", scores, values), Records(new.keys, values, new.decays)
 
 
@@ -86,15 +86,15 @@ def _read(
     rows: Float[Array, "batch heads rows key_dim"],
     scale: Float[Array, "batch heads rows"],
 ) -> Float[Array, "batch heads rows value_dim"]:
-    """Return what keys or queries read of states and of the records behind them, times a factor of each row."""
-    found = scale[..., None] * _product("bhvk,bhtk->bhtv", state, rows)
+    """Return what keys or queries read of states and of the records after them, times a factor of each row."""
+    of_state = scale[..., None] * _product("bhvk,bhtk->bhtv", state, rows)
     if window is None:
-        return found
+        return of_state
     after, total = _behind(window.decays)
     keys = each_head(window.keys, state.shape[1])
     products = _product("bhwk,bhtk->bhtw", keys, rows) * jnp.exp(after)[:, :, None]
     of_window = _product("bhtw,bhwv->bhtv", products * scale[..., None], window.values)
-    return jnp.exp(total)[..., None, None] * found + of_window
+    return jnp.exp(total)[..., None, None] * of_state + of_window
 
 
 class DeltaChunk(NamedTuple):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
@@ -10,9 +12,15 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
+from convert.fields import CheckpointError, Fields
 from jspec import MTP, Engine, SamplingParams, Tree
+from jspec.draft.choice import choose_drafter
 from jspec.draft.eagle_head import EagleHead
+from jspec.draft.formats.mtp_format import PARTS
+from jspec.draft.suffix import Suffix
+from jspec.models.families.nemotron import types_of
 from tests.draft.test_hybrid_mtp import LEAST, TOLERANCE, Tensors, bound, errors
 from tests.draft.test_mtp import halves_swapped, score_errors
 from tests.models.test_hybrid_files import FOLDERS, recorded
@@ -41,7 +49,7 @@ def written(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     for name, shape in of_parts.items():
         drawn = rng.standard_normal(shape) * (0.3 if len(shape) == 1 else 1.5 / shape[1] ** 0.5)
         tensors[name] = (drawn + (len(shape) == 1 and "norm" in name)).astype(np.float32)
-    folders.write(folder, {**config, **ONE}, tensors)
+    folders.write(folder, {**config, **ONE, "num_hidden_layers": 5}, tensors)  # a number, as published files have
     return config, tensors
 
 
@@ -65,15 +73,15 @@ def theirs(folder: Path) -> Any:
     config, tensors = written(folder)
     changes = {"layers_block_type": ONE["mtp_layers_block_type"], "time_step_limit": (0.0, float("inf"))}
     made = NemotronHForCausalLM(NemotronHConfig(**{**config, **changes}))
-    given = {name.replace("mtp.layers.", "model.layers."): torch.tensor(of) for name, of in tensors.items()}
+    weights = {name.replace("mtp.layers.", "model.layers."): torch.tensor(of) for name, of in tensors.items()}
     experts = "model.layers.1.mixer.experts."
     for part in ("up_proj", "down_proj"):
-        each = [given.pop(f"{experts}{index}.{part}.weight") for index in range(config["n_routed_experts"])]
-        given[f"{experts}{part}"] = torch.stack(each)
-    given["model.norm_f.weight"] = given.pop("model.layers.1.final_layernorm.weight")
+        each = [weights.pop(f"{experts}{index}.{part}.weight") for index in range(config["n_routed_experts"])]
+        weights[f"{experts}{part}"] = torch.stack(each)
+    weights["model.norm_f.weight"] = weights.pop("model.layers.1.final_layernorm.weight")
     state = made.state_dict()
-    state |= {name: given[name] for name in state if name in given}
-    assert set(state) - set(given) == {"model.embeddings.weight"}  # the model reads joined inputs instead
+    state |= {name: weights[name] for name in state if name in weights}
+    assert set(state) - set(weights) == {"model.embeddings.weight"}  # the model reads joined inputs instead
     made.load_state_dict(state)
     return made.eval()
 
@@ -81,7 +89,7 @@ def theirs(folder: Path) -> Any:
 def reference(
     config: Mapping[str, Any], tensors: Tensors, tokens: list[int], features: np.ndarray, *, folder: Path
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the logits of pairs of a token and the feature before it, and the states behind the last norm."""
+    """Return the logits of pairs of a token and the feature before it, and the states after the last norm."""
     import torch
 
     def weight(name: str) -> np.ndarray:
@@ -138,8 +146,8 @@ def test_engine_with_the_layers_emits_the_recorded_tokens_and_drafts_as_the_laye
         done = engine.generate(prompts, SamplingParams(max_tokens=48, temperature=0), trace=True)
     assert [each.token_ids for each in done] == [data[f"greedy{i}"].tolist()[:48] for i in range(3)]
     states = block_rounds.states_of(target, [*prompts[1], *done[1].token_ids], (target.config.num_layers + 1,))
-    found = score_errors(drafter.bind(target), states, done[1], prompts[1])
-    assert len(found) >= 12 and max(found) < 1e-3
+    differing = score_errors(drafter.bind(target), states, done[1], prompts[1])
+    assert len(differing) >= 12 and max(differing) < 1e-3
 
 
 @pytest.mark.parametrize(
@@ -162,3 +170,62 @@ def test_folder_without_the_layers_or_with_others_is_refused_by_name(
     folders.write(tmp_path, {**config, **changes}, tensors)
     with pytest.raises((ValueError, NotImplementedError), match=words):
         MTP.from_pretrained(tmp_path)
+
+
+PATTERN = "mtp_hybrid_override_pattern"
+
+
+@pytest.mark.parametrize(
+    ("types", "pattern"),
+    [
+        (None, None),
+        (None, "*E"),
+        (["full_attention", "moe"], "*E"),
+        (["attention", "moe"], "EM"),  # the default list is none
+        (["moe", "mlp"], "E-"),
+    ],
+)
+def test_types_of_the_layers_are_those_of_transformers(types: list[str] | None, pattern: str | None) -> None:
+    transformers = pytest.importorskip("transformers", reason="the types are compared with transformers")
+    keys = {"mtp_layers_block_type": types} | ({} if pattern is None else {PATTERN: pattern})
+    theirs = transformers.NemotronHConfig(**keys).mtp_layers_block_type
+    assert types_of(Fields(keys), "mtp_layers_block_type", PATTERN, PARTS) == theirs
+
+
+def test_list_of_the_layers_beside_another_pattern_is_refused_which_transformers_ignores() -> None:
+    with pytest.raises(CheckpointError, match=rf"{PATTERN}: expected the types of mtp_layers_block_type.*, got '\*E'"):
+        types_of(Fields({"mtp_layers_block_type": ["moe"], PATTERN: "*E"}), "mtp_layers_block_type", PATTERN, PARTS)
+
+
+WITHOUT_COUNT: dict[str, Any] = {"num_nextn_predict_layers": None}
+
+
+@pytest.mark.parametrize(
+    ("changes", "left_out", "words"),
+    [
+        ({}, "none", None),
+        (WITHOUT_COUNT, "none", None),  # the tensors are counted
+        ({"layers_block_type": None, "hybrid_override_pattern": "MEM*E"}, "none", None),
+        ({"layers_block_type": None, "layer_types": ["mamba", "moe", "mamba", "attention", "moe"]}, "none", None),
+        ({PATTERN: "*EM"}, "none", r"mtp_layers_block_type: expected .*got .*linear_attention"),
+        (WITHOUT_COUNT, "mtp.layers.1.", r"missing: .*mtp\.layers\.1\."),
+        ({}, "mtp.", ""),
+    ],
+    ids=str,
+)
+def test_drafter_auto_is_the_layer_if_it_can_be_read_and_else_the_log_says_why_not(
+    changes: dict[str, Any], left_out: str, words: str | None, model: Path, tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    config = json.loads((model / "config.json").read_text())
+    tensors = {name: of for name, of in load_file(model / "model.safetensors").items() if not name.startswith(left_out)}
+    folders.write(tmp_path, {**config, **changes}, tensors)
+    choice = choose_drafter(tmp_path)
+    assert choice.method == ("mtp" if words is None else "suffix")
+    assert isinstance(choice.load(dtype="float32"), MTP if words is None else Suffix)
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == bool(words)
+    if words:
+        assert re.search(f"cannot draft: .*{words}", warnings[0])
+        with pytest.raises((ValueError, NotImplementedError), match=words):
+            MTP.from_pretrained(tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -146,6 +147,18 @@ def test_outputs_and_records_of_nodes_without_rates(parents: list[int], lengths:
     expect_only_written(ring, got[1], is_written(ring, [2, 0], lengths, [len(parents)] * 2))
     other = REFERENCE(state, ring, slots, lengths_, new, seen, written)
     assert differences(got, other)[0] > 1e-3, "control: with rates"
+
+
+def test_kernels_have_forms_for_the_heads_of_some_published_mamba_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sizes are those of Nemotron 3 Nano, of Nemotron Nano 9B v2, and of Nemotron-H 47B."""
+
+    def has_kernel(*dims: int) -> bool:
+        keys, values = (jax.ShapeDtypeStruct((1, 1, 1, dim), jnp.bfloat16) for dim in dims)
+        return delta_rounds.has_kernel(SimpleNamespace(keys=keys, values=values))  # type: ignore[arg-type]
+
+    assert not has_kernel(128, 64), "the tests run on a CPU"
+    monkeypatch.setattr(delta_rounds, "multiprocessors", lambda: 132)
+    assert [has_kernel(128, 64), has_kernel(128, 80), has_kernel(256, 64)] == [True, False, False]
 
 
 @mosaic

@@ -171,7 +171,7 @@ def test_all_forms_compiled_for_h200_spill_nothing_and_have_the_same_arithmetic(
 def test_sizes_without_a_form_are_named() -> None:
     assert unsupported(128, 128) is None and unsupported(64, 192) is None
     assert "got 256 and 128" in str(unsupported(256, 128))
-    assert "got 128 and 96" in str(unsupported(128, 96))
+    assert "got 128 and 80" in str(unsupported(128, 80))  # Nemotron Nano 9B v2
     assert block_for(5, 128, "bfloat16") == 32
     assert block_for(256, 128, "bfloat16") == 256
     with pytest.raises(NotImplementedError, match="no room for a round of 256 tokens; draft fewer"):

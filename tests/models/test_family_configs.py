@@ -354,6 +354,9 @@ BAD: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"layers_block_type": None, "hybrid_override_pattern": "MX"}, r"hybrid_override_pattern: .* or '-', got \['X"),
         ({"num_hidden_layers": 4}, "num_hidden_layers: expected 5, the number of layer types, got 4"),
         ({"layers_block_type": ["linear_attention", "mlp"]}, "layer_types: expected at least one layer with attention"),
+        ({"hybrid_override_pattern": "MEM*-"}, "hybrid_override_pattern: .* types of layers_block_type.*'MEM"),
+        ({"mamba_n_groups": 4}, "mamba_n_groups: expected the value of n_groups, 2, or one of the two keys .*, got 4"),
+        ({"time_step_limit": None, "mamba_dt_limit": [1e-3, 0.1]}, r"time_step_limit: expected \[0, inf.*0.1\]"),
         ({"time_step_limit": [0.001, 0.1]}, r"time_step_limit: expected \[0, infinity\], got \[0.001, 0.1\]"),
         ({"n_groups": 3}, "n_groups: expected a divisor of mamba_num_heads 4, got 3"),
         ({"conv_kernel": 0}, "conv_kernel: expected an integer from 1 .*, got 0"),
@@ -461,11 +464,39 @@ def test_config_of_nemotron_h_in_its_older_spellings_equals_the_new_one_and_rota
     other = {name: value for name, value in fields.items() if name != "layers_block_type"}
     old = {"num_hidden_layers": 5, "time_step_limit": [0.0, float("inf")], "rope_theta": 10000}
     wanted = families.read_config(fields)
+    assert families.read_config({**fields, "hidden_act": "relu2"}) == wanted
     assert families.read_config({**other, **old, "hybrid_override_pattern": "MEM*E"}) == wanted
     assert families.read_config({**other, "layers_block_type": ["mamba", "moe", "mamba", "attention", "moe"]}) == wanted
     assert families.read_config({**other, "hybrid_override_pattern": "MEM*-"}) != wanted, "control"
     with pytest.raises(NotImplementedError, match="rope_theta: expected none, because no layer has a rotary embedding"):
         families.read_config(fields, rope_theta=7e3)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "value"),
+    [
+        ("mamba_n_groups", "n_groups", 1),
+        ("mamba_d_conv", "conv_kernel", 3),
+        ("mamba_conv_bias", "use_conv_bias", False),
+        ("mamba_dt_limit", "time_step_limit", [0.0, float("inf")]),
+        ("num_local_experts", "n_routed_experts", 5),
+        ("layer_types", "layers_block_type", ["linear_attention", "full_attention", "mlp"]),
+        ("attention_head_dim", "head_dim", 8),  # which transformers does not read
+    ],
+)
+def test_older_key_of_nemotron_h_is_read_as_transformers_reads_it(
+    old: str, new: str, value: object, golden: Path
+) -> None:
+    transformers = pytest.importorskip("transformers", reason="configs are compared with those of transformers")
+    recorded = json.loads((golden / "families" / "nemotron_h" / "config.json").read_text())
+    recorded = folders.without(recorded, "time_step_limit")  # infinity, which a file has as an object
+    fields = folders.without(recorded, new)
+    known = old if old != "attention_head_dim" else new
+    theirs = transformers.NemotronHConfig(**{**folders.without(fields, "model_type"), known: value}).to_dict()
+    assert theirs[new] == value
+    wanted = families.read_config({**theirs, "model_type": "nemotron_h"})
+    assert families.read_config({**fields, old: value}) == wanted == families.read_config({**fields, new: value})
+    assert (wanted == families.read_config(recorded)) == (new == "time_step_limit"), "control"
 
 
 def test_config_of_smollm3_has_layers_without_rope_and_refuses_a_wrong_number_of_them() -> None:

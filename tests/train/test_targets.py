@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +12,10 @@ import numpy as np
 import pytest
 
 from jspec import Eagle3
+from jspec.models import families
 from jspec.models.decoder import Model
 from jspec.train.config import TrainConfig
+from jspec.train.method import layer_sizes
 from jspec.train.methods import METHODS
 from jspec.train.observe import observe
 from jspec.train.program import TrainingProgram
@@ -53,6 +57,16 @@ def test_updates_for_targets_of_each_family_lower_the_loss_of_a_head_that_loads(
     folders.write(tmp_path, fields, tensors)
     bound = Eagle3.from_pretrained(tmp_path, dtype="float32").bind(target)
     assert bound.config.draft_vocab_size == 16 and bound.config.states_of(target.config.num_layers) == states
+
+
+@pytest.mark.parametrize(("types", "width"), [(["mlp", "moe"], 48), (["moe", "mlp"], 3 * 32)])
+def test_new_head_is_as_wide_as_the_first_feed_forward_of_a_target_whose_first_layer_has_none(
+    types: list[str], width: int
+) -> None:
+    """The file's dense layers have 48 channels; its hidden size is 32."""
+    fields = json.loads((GOLDEN / "nemotron_h" / "config.json").read_text())
+    config = families.read_config({**fields, "layers_block_type": ["linear_attention", "full_attention", *types]})
+    assert layer_sizes(SimpleNamespace(config=config))["intermediate_size"] == width  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("family", HYBRID)

@@ -1,6 +1,6 @@
 """Reads from a model's folder its own layer that predicts further tokens (arXiv:2412.19437).
 
-DeepSeek V3 and GLM have it behind their last layer: `model.layers.N` of a model of N layers has the tensors of a
+DeepSeek V3 and GLM have it after their last layer: `model.layers.N` of a model of N layers has the tensors of a
 layer, and `enorm`, `hnorm`, `eh_proj` and `shared_head.norm`. The hybrid Qwen models have it beside their layers:
 `mtp.layers.0` is a layer with attention, whatever the model's others are, and `mtp.fc` joins the inputs. Nemotron-H,
 whose layers have one part each, has attention in `mtp.layers.0` and experts in `mtp.layers.1`, and the other tensors in
@@ -13,12 +13,13 @@ import logging
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from convert.detect import LATER_COUNTS, later_layers
-from convert.fields import CheckpointError, Fields
+from convert.fields import CheckpointError, Fields, read_json
 from convert.huggingface import MapRow, renamed
-from convert.sources import Source
+from convert.sources import Source, open_source
 from jspec.draft.eagle_head import head_params
 from jspec.draft.head_config import MTPConfig
 from jspec.models.config.hf_config import FULL, refuse
@@ -27,7 +28,7 @@ from jspec.models.families.glm import Glm4Moe, Glm4MoeLite
 from jspec.models.families.llama import Llama
 from jspec.models.families.nemotron import MOE, NemotronH, types_of
 from jspec.models.families.qwen_hybrid import Qwen3Next, Qwen35, Qwen35Moe
-from jspec.models.load import Format, text_model, text_names, with_scheme
+from jspec.models.load import Format, read_plan, text_model, text_names, with_scheme
 from jspec.models.parts.checks import unsupported
 from jspec.models.parts.param_spec import Params
 from jspec.models.weights.params import rows
@@ -35,7 +36,7 @@ from jspec.models.weights.weight_map import Names, as_computed, layer_tensors
 
 logger = logging.getLogger(__name__)
 
-BEHIND: dict[str, Llama] = {
+AFTER: dict[str, Llama] = {
     "deepseek_v3": DeepseekV3(),
     "kimi_k2": KimiK2(),
     "glm4_moe": Glm4Moe(),
@@ -43,7 +44,7 @@ BEHIND: dict[str, Llama] = {
 }
 BESIDE: dict[str, Llama] = {"qwen3_5_text": Qwen35(), "qwen3_5_moe_text": Qwen35Moe(), "qwen3_next": Qwen3Next()}
 IN_PARTS: dict[str, Llama] = {"nemotron_h": NemotronH()}
-FAMILIES = BEHIND | BESIDE | IN_PARTS
+FAMILIES = AFTER | BESIDE | IN_PARTS
 COPIES = ("embed_tokens.weight", "shared_head.head.weight")
 BESIDE_LAYER = re.compile(r"mtp\.layers\.([0-9]{1,6})\..*")
 PARTS = [FULL, MOE]  # the only types of the layers of Nemotron-H that are supported
@@ -56,7 +57,7 @@ class MTPNames(NamedTuple):
 
     prefix: str  # of all of them
     layers: tuple[str, ...]  # prefixes of the decoder layer, one for each of its parts if they are apart
-    joined: Mapping[str, str]  # names of the other tensors behind the prefix, without their end, by parameter
+    joined: Mapping[str, str]  # names of the other tensors after the prefix, without their end, by parameter
 
     def reads(self, name: str) -> bool:
         """Return whether a tensor belongs to the layer."""
@@ -157,6 +158,7 @@ def _layers_of(fields: Fields, kind: str) -> dict[str, Any]:
     """Return the keys of a config.json by which a family reads the layer that predicts further tokens as its last one.
 
     Raises:
+        CheckpointError: the list and the text of its parts differ.
         NotImplementedError: the layer has other parts than are supported.
     """
     if kind in BESIDE:
@@ -166,21 +168,34 @@ def _layers_of(fields: Fields, kind: str) -> dict[str, Any]:
     parts = types_of(fields, "mtp_layers_block_type", "mtp_hybrid_override_pattern", PARTS)
     if parts != PARTS:
         raise unsupported("mtp_layers_block_type", parts, str(PARTS))
-    return {"layers_block_type": PARTS, "num_hidden_layers": None}
+    others = dict.fromkeys(("layer_types", "hybrid_override_pattern", "num_hidden_layers"))
+    return {"layers_block_type": PARTS, **others}
 
 
-def has_mtp_layer(fields: Fields, source: Source) -> bool:
-    """Return whether a target's folder has tensors of a layer of its own that predicts further tokens, and we read it.
+def has_mtp_layer(folder: Path) -> bool:
+    """Return whether a target's folder has a layer of its own that predicts further tokens, and it can be read.
+
+    A warning says why a layer that the folder has cannot be read.
 
     Args:
-        fields: parsed config.json.
-        source: the folder's tensors.
+        folder: Hugging Face folder.
+
+    Raises:
+        CheckpointError: a file of the folder is damaged.
     """
+    fields = read_json(folder / "config.json")
     fields = fields.object("text_config") or fields
     if fields.text("model_type", "llama") not in FAMILIES:
         return False
     naming = mtp_names(fields)
-    return any(naming.reads(name) for name in text_names(source.tensors))
+    if not any(naming.reads(name) for name in text_names(open_source(folder).tensors)):
+        return False
+    try:
+        read_plan(folder, mtp_format, kind="target")
+    except (ValueError, NotImplementedError) as error:
+        logger.warning("the model's layer that predicts further tokens cannot draft: %s", error)
+        return False
+    return True
 
 
 def _check_count(fields: Fields, names: Collection[str]) -> None:
@@ -190,8 +205,8 @@ def _check_count(fields: Fields, names: Collection[str]) -> None:
     stored = {match[1] for name in names if (match := BESIDE_LAYER.fullmatch(name))}
     key = next((name for name in reversed(LATER_COUNTS) if fields.get(name) is not None), LATER_COUNTS[is_beside])
     parts = len(PARTS) if kind in IN_PARTS else 1
-    counted = max(len(stored) // parts, fields.integer(key, 0, least=0))
-    count = len(later_layers(fields, names)) if kind in BEHIND else counted
+    counted = max(-(-len(stored) // parts), fields.integer(key, 0, least=0))
+    count = len(later_layers(fields, names)) if kind in AFTER else counted
     if not count:
         raise fields.error(key, "at least 1, as MTP drafts with a layer of the model's own")
     if count > 1:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from convert.fields import Fields
+from convert.fields import Fields, short
 from convert.huggingface import MapRow, renamed
 from jspec.models.config.decoder_config import ModelConfig
 from jspec.models.config.hf_config import FULL
@@ -27,6 +27,14 @@ MOE, MLP = "moe", "mlp"  # values of `layers_block_type`
 KINDS = (LINEAR, MOE, FULL, MLP)
 PATTERN = dict(zip("ME*-", KINDS, strict=True))  # letters of `hybrid_override_pattern`
 OLD_NAMES = {"mamba": LINEAR, "attention": FULL}  # of layers in earlier files
+# Other spellings of keys, and the key of `transformers.NemotronHConfig` (5.24) for each. That class reads all of them
+# but `attention_head_dim`.
+OLD_KEYS = {
+    "mamba_n_groups": "n_groups", "mamba_d_conv": "conv_kernel", "mamba_conv_bias": "use_conv_bias",
+    "mamba_dt_limit": "time_step_limit", "num_local_experts": "n_routed_experts", "layer_types": "layers_block_type",
+    "attention_head_dim": "head_dim",
+}  # fmt: skip
+UNREAD = dict.fromkeys(("hidden_activation", "hidden_act"))  # `mlp_hidden_act` is read instead
 ACTIVATION: Any = "relu2"
 
 
@@ -34,8 +42,8 @@ ACTIVATION: Any = "relu2"
 class NemotronH(Llama):
     """Nemotron-H: no layer rotates queries and keys, and feed-forwards have no gate.
 
-    The steps of Mamba 2 have no limits, as `time_step_limit` of all published files says. `transformers` 5.24 limits
-    them to at least `time_step_min` in prompts, but not in the tokens that it generates.
+    The steps of Mamba 2 have no limits: a file with others in `time_step_limit` is refused. `NemotronHMamba2Mixer` of
+    transformers 5.24 limits them to at least `time_step_min` in prompts, but not in the tokens that it generates.
     """
 
     published: ClassVar = "Nemotron 3 Nano 30B-A3B, Super; Nemotron Nano 9B v2; Nemotron-H"
@@ -81,12 +89,12 @@ class NemotronH(Llama):
     }
 
     def _filled(self, fields: Fields) -> Fields:
-        fields = super()._filled(fields)
+        fields = super()._filled(_renamed(fields))
         types = types_of(fields, "layers_block_type", "hybrid_override_pattern")
         if fields.get("num_hidden_layers") not in (None, len(types)):
             raise fields.error("num_hidden_layers", f"{len(types)}, the number of layer types")
         read = {"num_hidden_layers": len(types), "rms_norm_eps": fields.number("layer_norm_epsilon")}
-        return Fields({**fields, **read, "layers_block_type": types}, fields.place)
+        return Fields({**fields, **read, "layers_block_type": types, **UNREAD}, fields.place)
 
     def layer_types(self, fields: Fields) -> list[str]:
         return fields.texts("layers_block_type")
@@ -143,23 +151,46 @@ def types_of(fields: Fields, name: str, letters: str, default: list[str] | None 
         fields: parsed config.json.
         name: key of the list.
         letters: key of the text.
-        default: types of a file without both; None: it is refused.
+        default: types of a file without both; None: it is refused. A text replaces this list, as in transformers.
 
     Raises:
-        CheckpointError: the file gives none, or a value has another type.
+        CheckpointError: the file gives none, or two that differ, or a value has another type.
         NotImplementedError: a type is unknown.
     """
+    by_key: dict[str, list[str]] = {}
     if fields.get(name) is not None:
-        types, known = [OLD_NAMES.get(kind, kind) for kind in fields.texts(name)], dict(zip(KINDS, KINDS, strict=True))
-    elif fields.get(letters) is not None:
-        name, types, known = letters, list(fields.text(letters)), PATTERN
-    elif default is not None:
-        return default
-    else:
+        types = [OLD_NAMES.get(kind, kind) for kind in fields.texts(name)]
+        by_key[name] = _known(name, types, dict(zip(KINDS, KINDS, strict=True)))
+    if fields.get(letters) is not None:
+        by_key[letters] = _known(letters, list(fields.text(letters)), PATTERN)
+    if len(by_key) == 2 and by_key[name] not in (default, by_key[letters]):
+        raise fields.error(letters, f"the types of {name}, or one of the two keys alone")
+    if not by_key and default is None:
         raise fields.error(name, "a list with the type of each layer")
+    return by_key.get(letters, by_key.get(name, default or []))
+
+
+def _known(name: str, types: list[str], known: Mapping[str, str]) -> list[str]:
+    """Return the types of layers by their names in a file, of which all must be known."""
     if unknown := sorted(set(types) - known.keys()):
         raise unsupported(name, unknown, " or ".join(map(repr, known)))
     return [known[kind] for kind in types]
+
+
+def _renamed(fields: Fields) -> Fields:
+    """Return a config.json without `OLD_KEYS`, whose values have the new names.
+
+    Raises:
+        CheckpointError: the file gives both names with different values.
+    """
+    new = {name: value for name, value in fields.items() if name not in OLD_KEYS}
+    for old, name in OLD_KEYS.items():
+        if fields.get(old) is None:
+            continue
+        if new.get(name) not in (None, fields[old]):
+            raise fields.error(old, f"the value of {name}, {short(new[name])}, or one of the two keys alone")
+        new[name] = fields[old]
+    return Fields(new, fields.place)
 
 
 def _check_steps(fields: Fields) -> None:
