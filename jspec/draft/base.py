@@ -231,23 +231,21 @@ def active_slots(view: SlotView, slots: int) -> Int[Array, "batch"]:
     return jnp.where(view.active, view.slots, slots)
 
 
-def check_window(method: str, draft_window: int | None, tree: Tree) -> int | None:
+def check_window(method: str, draft_window: int | None, tree: Tree | None) -> int | None:
     """Check that a window is large enough for all nodes of a tree to attend to their ancestors; return the window.
 
     Args:
         method: name of the drafter, for the error.
         draft_window: number of newest tokens that the drafter attends to; None: all.
-        tree: shape of the draft tree.
+        tree: shape of the draft tree; None: its nodes attend to committed rows alone.
 
     Raises:
         ValueError: the window is not an int, or not larger than the tree's depth.
     """
     is_int = isinstance(draft_window, int) and not isinstance(draft_window, bool)
-    if draft_window is not None and not (is_int and draft_window > tree.depth):
-        raise ValueError(
-            f"{method}: draft_window: expected None or an int >= {tree.depth + 1}, the depth of {tree} + 1, "
-            f"got {short(draft_window)}"
-        )
+    least = "1" if tree is None else f"{tree.depth + 1}, the depth of {tree} + 1"
+    if draft_window is not None and not (is_int and draft_window > (0 if tree is None else tree.depth)):
+        raise ValueError(f"{method}: draft_window: expected None or an int >= {least}, got {short(draft_window)}")
     return draft_window
 
 

@@ -107,7 +107,7 @@ class Beside(Drafter):
         self.tree = Tree.chain(longest) if join == "replace" else model.tree.joined(lookup.tree.depth, nodes)
         self.threshold = _check_threshold(threshold, lookup.min_n, lookup.max_n)
         self.has_pending_rows, self.reads_target = model.has_pending_rows, model.reads_target
-        self.draft_window = check_window("Beside", model.draft_window, self.tree)
+        self.draft_window = check_window("Beside", model.draft_window, None if model.reads_target else self.tree)
         if isinstance(model, EagleDrafter):  # a pass may write the rows of as many pending tokens as the tree is deep
             check_layer_windows("Beside: a layer of the head", model.head.config, self.tree)
 

@@ -43,8 +43,7 @@ class Gemma4Assistant(NewestStateDrafter):
         draft_window: number of newest tokens that the assistant attends to; None: all.
 
     Raises:
-        ValueError: a node of the tree has more children than there are candidates, or the window is not larger than
-            the tree's depth.
+        ValueError: a node of the tree has more children than there are candidates, or the window is smaller than 1.
     """
 
     method = AssistantConfig.method
@@ -59,7 +58,7 @@ class Gemma4Assistant(NewestStateDrafter):
         check_part(name, "head", head, AssistantHead, f"{name}.from_pretrained(path)")
         self.head = head
         self.tree = tree_of(name, tree)
-        self.draft_window = check_window(name, draft_window, self.tree)
+        self.draft_window = check_window(name, draft_window, None)
         if self.tree.branching > (most := head.config.candidates):
             raise ValueError(
                 f"{name}: {self.tree} needs {self.tree.branching} children of a node, the head has {most} candidates; "

@@ -40,7 +40,7 @@ from jspec.models.decoder import Layer, run_layers
 from jspec.models.mixers.gqa import GQA
 from jspec.models.mixers.shared_kv import TargetKV
 from jspec.models.parts.checks import positive
-from jspec.models.parts.layers import head_product, norm_rows, small_product
+from jspec.models.parts.layers import head_product, norm_rows, scaled, small_product
 from jspec.models.parts.param_spec import Params, ParamSpec, norm, prefixed
 from jspec.models.weights.params import layer_params
 from pallas_kernels.layers.partial_sums import PartialSums
@@ -102,15 +102,26 @@ class ClusterHead:
     def logits(
         self, normed: Float[Array, "batch tokens hidden"], count: int, batch: TokenBatch
     ) -> Float[Array, "1 batch tokens vocab"]:
-        """Return logits in the order of the rows, `EXCLUDED` for tokens of other than the best ``count`` clusters."""
-        rows = self.rows.reshape(len(self.centroids), -1, self.rows.shape[-1])
+        """Return logits in the order of the rows, `EXCLUDED` for tokens of other than the best ``count`` clusters.
+
+        The rows of each token's clusters are copied before they are multiplied. If the tokens have together as many
+        clusters as there are, or more, the copies are no smaller than all rows, so all rows are multiplied in place.
+        """
+        clusters = len(self.centroids)
+        rows = self.rows.reshape(clusters, -1, self.rows.shape[-1])
         _, best = jax.lax.top_k(small_product(normed, self.centroids, batch.numerics), count)
+        normed = normed.astype(rows.dtype)
         exact: Any = {"preferred_element_type": jnp.float32, "precision": jax.lax.Precision.HIGHEST}
-        logits = jnp.einsum("bth,btcsh->btcs", normed.astype(rows.dtype), rows[best], **exact)
-        sequences, tokens = (np.arange(size) for size in best.shape[:2])
-        every = jnp.full((*best.shape[:2], *rows.shape[:2]), EXCLUDED, jnp.float32)
-        every = every.at[sequences[:, None, None], tokens[:, None], best].set(logits)
-        return every.reshape(1, *best.shape[:2], -1)
+        if best.size >= clusters:
+            is_best = jnp.any(best[..., None] == np.arange(clusters), axis=2)
+            logits = jnp.einsum("bth,csh->btcs", normed, rows, **exact)
+            logits = jnp.where(is_best[..., None], logits, EXCLUDED)
+        else:
+            sequences, tokens = (np.arange(size) for size in best.shape[:2])
+            products = jnp.einsum("bth,btcsh->btcs", normed, rows[best], **exact)
+            logits = jnp.full((*best.shape[:2], *rows.shape[:2]), EXCLUDED, jnp.float32)
+            logits = logits.at[sequences[:, None, None], tokens[:, None], best].set(products)
+        return logits.reshape(1, *best.shape[:2], -1)
 
 
 @struct.dataclass
@@ -173,8 +184,7 @@ class AssistantHead:
             states of the tokens after these.
         """
         assert self.embed is not None, "bind the head to a target"
-        embedded = look_up(self.embed, batch.tokens)
-        embedded = embedded * jnp.asarray(self.embed_scale, embedded.dtype)
+        embedded = scaled(look_up(self.embed, batch.tokens), self.embed_scale)
         joined = jnp.concatenate([embedded.astype(self.dtype), states.astype(self.dtype)], axis=-1)
         x, numerics, eps = matmul(joined, self.fc), batch.numerics, self.config.norm_eps
         first_norm = self.layers[0].attn_norm
@@ -208,7 +218,7 @@ def assistant_params(config: AssistantConfig) -> dict[str, ParamSpec]:
     params["project"] = ParamSpec((wide, hidden), ("features", "hidden"))
     if not config.clusters:
         return params | {"head": ParamSpec((vocab, hidden), ("draft_vocab", "hidden"))}
-    # Every device has all clusters: a product with the rows of a few is small.
+    # Every device has all clusters, of which it multiplies those of each token.
     clusters = {
         "centroids": ParamSpec((config.clusters, hidden), ("clusters", "hidden")),
         "rows": ParamSpec((vocab, hidden), ("draft_ids", "hidden")),

@@ -26,7 +26,7 @@ from jspec.models.config.decoder_config import DecoderConfig, ModelConfig
 from jspec.models.mlps.mlp_config import Dense
 from jspec.models.parts.layer_embeddings import LayerEmbeddings, embeddings_of
 from jspec.models.parts.layer_weights import LayerWeights, optional
-from jspec.models.parts.layers import head_product, limited, norm_rows
+from jspec.models.parts.layers import head_product, limited, norm_rows, scaled
 from jspec.models.parts.param_spec import Params
 from jspec.models.weights.params import EMBEDDINGS, model_params
 from pallas_kernels.layers.gated_matmul import kernel_padding
@@ -108,10 +108,10 @@ class Model:
 
     def embedded(self, tokens: Int[Array, "*rows"], numerics: Numerics = AUTO) -> Float[Array, "*rows hidden"]:
         """Return the embedding of tokens, normed or multiplied by a factor as the config says."""
-        x, scale = look_up(self.embed, tokens), self.config.embed_scale
+        x = look_up(self.embed, tokens)
         if self.config.norms_embedding:
             x = norm_rows(x, jnp.ones(x.shape[-1], jnp.float32), self.config.norm_eps, numerics)
-        return x if scale == 1.0 else x * jnp.asarray(scale, x.dtype)
+        return scaled(x, self.config.embed_scale)
 
     def logits_of(self, x: Float[Array, "*rows hidden"], numerics: Numerics = AUTO) -> Float[Array, "*rows vocab"]:
         """Return the logits of normed hidden states in float32.

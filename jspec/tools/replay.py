@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jspec.core.numerics import AUTO
 from jspec.core.prompt_blocks import UNLIMITED
-from jspec.core.records import PromptBatch, SlotView, Verdict
+from jspec.core.records import Draft, PromptBatch, SlotView, Verdict
 from jspec.core.sampling import Sampling
 from jspec.draft.base import Drafter
 from jspec.models.decoder import Model, TargetOut, forward
@@ -164,27 +164,22 @@ def _rounds(
     gets those of whole texts, of which it sees the rows before each root.
     """
     rows, size = texts.tokens.shape
-    depth = drafter.tree.depth
     dtype = next(str(leaf.dtype) for leaf in jax.tree.leaves(params) if jnp.issubdtype(leaf.dtype, jnp.floating))
     pool = _pool(rows, size, size + drafter.tree.scratch_rows, dtype)
     table = _page_table(pool)
     batch = _prompts(texts.tokens, start, table)
     view = _view(texts.tokens, start, start > 0, table)
     state = drafter.prefill(params, drafter.init(params, pool), view, batch, features)
-    nodes = jnp.arange(depth + 1)
     caches = None if target is None else _forward(target, texts.tokens, replace(pool, dtype=str(target.dtype)))[1]
 
     def step(carry: tuple[Array, Any], _: None) -> tuple[tuple[Array, Any], tuple[Array, ...]]:
         roots, state = carry
-        active = roots + depth + 1 < size
+        active = roots + drafter.tree.depth + 1 < size
         view = _view(texts.tokens, roots, active, table)
         draft, state = drafter.draft(params, state, replace(view, target=caches))
-        positions = roots[:, None] + nodes
+        positions = roots[:, None] + jnp.arange(draft.tokens.shape[1])
         ahead = jnp.take_along_axis(texts.tokens, jnp.minimum(positions + 1, size - 1), axis=1)
-        right = draft.valid[:, 1:] & (draft.tokens[:, 1:] == ahead[:, :-1])
-        accept_len = jnp.sum(jnp.cumprod(right, axis=1), axis=1)
-        choice = jnp.take_along_axis(texts.choices, roots[:, None], axis=1)[:, 0]
-        hits = draft.valid[:, 1] & (draft.tokens[:, 1] == choice)
+        hits, accept_len = _agreement(draft, ahead, jnp.take_along_axis(texts.choices, roots[:, None], axis=1)[:, 0])
         taken = jnp.where(stepwise, 0, accept_len)
         known = None if features is None else jnp.take_along_axis(features, positions[..., None], axis=1)
         state = drafter.commit(params, state, view, draft, _verdict(taken, ahead), known)
@@ -192,6 +187,21 @@ def _rounds(
 
     _, seen = jax.lax.scan(step, (start, state), length=size)
     return seen
+
+
+def _agreement(
+    draft: Draft, ahead: Int[Array, "rows nodes"], choices: Int[Array, "rows"]
+) -> tuple[Bool[Array, "rows"], Int[Array, "rows"]]:
+    """Return the fields ``hits`` and ``accept_len`` of `Rounds` for one round.
+
+    Args:
+        draft: the chains of the round.
+        ahead: tokens of the text after the root.
+        choices: the target's argmax after the root.
+    """
+    right = draft.valid[:, 1:] & (draft.tokens[:, 1:] == ahead[:, :-1])
+    hits = draft.valid[:, 1] & (draft.tokens[:, 1] == choices)
+    return hits, jnp.sum(jnp.cumprod(right, axis=1), axis=1)
 
 
 def _verdict(taken: Int[Array, "rows"], ahead: Int[Array, "rows depth1"]) -> Verdict:

@@ -28,7 +28,7 @@ from jspec.draft.auto import load_drafter
 from jspec.draft.beside import Beside
 from jspec.draft.choice import DrafterChoice, choose_drafter
 from jspec.draft.expand_tree import EXCLUDED
-from jspec.draft.gemma4_assistant_head import AssistantHead
+from jspec.draft.gemma4_assistant_head import AssistantHead, ClusterHead
 from jspec.models.decoder import forward
 from jspec.models.kv_cache import create
 from jspec.models.parts.devices import mesh_over
@@ -128,15 +128,14 @@ def step(position: int, head: AssistantHead, view: SlotView, tokens: Any, states
 
 def computed(head: AssistantHead, name: str, prompt: int, length: int, path: list[int]) -> np.ndarray:
     """Return the logits after a root and after each token of a path but the last [path, vocab], by token id."""
-
-    view, found = view_at(name, prompt, length), []
+    view, rows = view_at(name, prompt, length), []
     tokens, states = view.root[:, None], caches_of(name, prompt)[1][:, length - 1 : length]
     ids = np.arange(head.config.vocab_size) if head.clusters is None else np.asarray(head.clusters.ids)
     for token in path:
         logits, states = step(gemma4_assistant.POSITION, head, view, tokens, states)
-        found.append(np.asarray(logits)[np.argsort(ids)])
+        rows.append(np.asarray(logits)[np.argsort(ids)])
         tokens = on_device([[token]], jnp.int32)
-    return np.stack(found)
+    return np.stack(rows)
 
 
 def error(head: AssistantHead, name: str, cases: tuple[tuple[int, int], ...] = ((0, 0), (1, 1), (2, 2))) -> float:
@@ -144,15 +143,15 @@ def error(head: AssistantHead, name: str, cases: tuple[tuple[int, int], ...] = (
 
     transformers gives tokens that are no candidates one logit, below that of any candidate.
     """
-    data, found = recording(folder_of(name) / "expect.npz"), []
+    data, errors = recording(folder_of(name) / "expect.npz"), []
     for prompt, index in cases:
         right, after = data[f"logits{prompt}"][index], (0, 7, 19)[index]
         length = len(texts(name)[prompt][0]) + after
         logits = computed(head, name, prompt, length, data[f"drafts{prompt}"][after].tolist())
         if head.clusters is not None:
             right = np.where(right == right.min(-1, keepdims=True), EXCLUDED, right)
-        found.append(np.abs(logits - right).max())
-    return float(max(found))
+        errors.append(np.abs(logits - right).max())
+    return float(max(errors))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -172,7 +171,7 @@ WRONG: dict[str, Callable[[AssistantHead], AssistantHead]] = {
     "keys of an earlier layer": lambda head: head.replace(sources=(0, 0, 0, 2)),
     "no factor of the embedding": lambda head: head.replace(embed_scale=1.0),
     "state before the embedding": lambda head: head.replace(fc=jnp.roll(head.fc, head.config.target_hidden_size, 1)),
-    "own state without the norm": lambda head: head.replace(project=head.project / head.norm),
+    "next state without the norm": lambda head: head.replace(project=head.project / head.norm),
     "a window of one token more": lambda head: with_window(head, 17),
     "clusters in the order of ids": lambda head: head.replace(
         clusters=head.clusters.replace(ids=jnp.arange(head.config.vocab_size))
@@ -188,12 +187,12 @@ def test_wrong_reading_differs_from_transformers(reading: str) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_position_of_transformers_own_generator_is_one_later(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """At that position the drafts are those of its generator; at that of the last committed row few are."""
-    right, own = recording(folder_of(name) / "expect.npz")["generator"], drafter(name)
-    head = own.bind(target(name))
+    right, assistant = recording(folder_of(name) / "expect.npz")["generator"], drafter(name)
+    head = assistant.bind(target(name))
     lengths = range(4, 4 + len(right))  # texts within the window, of which that generator sees one row more
 
     def drafts() -> np.ndarray:
-        draft = jax.jit(lambda *args: own.draft(*args)[0].tokens)
+        draft = jax.jit(lambda *args: assistant.draft(*args)[0].tokens)
         state = gemma4_assistant.NewestState
         states = caches_of(name, 0)[1][0]
         rows = [draft(head, state(states[n - 1 : n]), view_at(name, 0, n))[0, 1:] for n in lengths]
@@ -206,11 +205,50 @@ def test_position_of_transformers_own_generator_is_one_later(name: str, monkeypa
     assert error(head, name) > LEAST
 
 
+@pytest.mark.parametrize(("batch", "nodes", "copies"), [(1, 5, True), (2, 2, True), (4, 2, False), (2, 3, False)])
+def test_output_head_of_clusters_copies_rows_only_if_they_are_fewer_than_all(
+    batch: int, nodes: int, copies: bool
+) -> None:
+    """Three of 16 clusters for each node."""
+    rng, size = np.random.default_rng(batch), 8
+    normed, centroids, rows = (rng.normal(size=(*n, 12)).astype(np.float32) for n in ((batch, nodes), (16,), (128,)))
+    head = ClusterHead(*map(on_device, (centroids, rows, rng.permutation(128))))
+    view = view_of_rows([0] * batch)
+    tokens = gemma4_assistant.batch_of(view, on_device(np.zeros((batch, nodes), np.int32)))
+    run = jax.jit(lambda x: head.logits(x, 3, tokens))
+    best = np.argsort(normed @ centroids.T, axis=-1)[..., -3:]
+    is_best = (np.arange(128) // size == best[..., None]).any(axis=2)
+    right = np.where(is_best, np.einsum("bth,vh->btv", normed, rows), np.float32(EXCLUDED))
+    np.testing.assert_allclose(run(on_device(normed))[0], right, rtol=1e-5, atol=1e-5)
+    assert (" gather[" in str(jax.make_jaxpr(run)(normed))) == copies
+
+
+@pytest.mark.parametrize("tree", [CHAIN, STATIC], ids=str)
+def test_window_of_one_token_sees_the_newest_committed_row_alone(tree: Tree) -> None:
+    """All earlier rows are on another page. Without its values drafts stay as they are, not so with one row of it."""
+    length, changes = PAGE + 1, []
+    state, view = gemma4_assistant.NewestState(caches_of("e2b", 0)[1][0, PAGE:length]), view_at("e2b", 0, length)
+
+    def scores(assistant: Gemma4Assistant, view: SlotView) -> Any:
+        return assistant.draft(assistant.bind(target("e2b")), state, view)[0].scores
+
+    without = replace(view, target=jax.tree.map(lambda pool: pool.at[0].set(0), view.target))
+    for window in (1, 2):
+        assistant = drafter("e2b", tree).with_window(window)
+        draft = jax.jit(partial(scores, assistant))
+        changes.append(np.abs(draft(view) - draft(without)).max())
+    assert changes[0] == 0 and changes[1] > LEAST
+    assert Beside(drafter("e2b", CHAIN).with_window(1), NGram(CHAIN)).draft_window == 1
+    for wrong in (0, True):
+        with pytest.raises(ValueError, match=rf"draft_window: expected None or an int >= 1, got {wrong}"):
+            drafter("e2b", tree).with_window(wrong)
+
+
 @pytest.mark.parametrize("tree", [STATIC, DYNAMIC], ids=str)
 def test_nodes_of_a_tree_have_the_scores_of_their_paths_drafted_alone(tree: Tree) -> None:
-    own, length = drafter("e2b", tree), 14
-    head, states = own.bind(target("e2b")), caches_of("e2b", 0)[1][0, length - 1 : length]
-    draft = jax.jit(own.draft)(head, gemma4_assistant.NewestState(states), view_at("e2b", 0, length))[0]
+    assistant, length = drafter("e2b", tree), 14
+    head, states = assistant.bind(target("e2b")), caches_of("e2b", 0)[1][0, length - 1 : length]
+    draft = jax.jit(assistant.draft)(head, gemma4_assistant.NewestState(states), view_at("e2b", 0, length))[0]
     tokens, parents, scores = (np.asarray(field[0]) for field in (draft.tokens, draft.parents, draft.scores))
     for node in range(1, tree.nodes):
         path, at = [], node
@@ -230,9 +268,9 @@ def check_recorded_drafts(engine: Engine, name: str, times: int = 1) -> int:
     for index, done in enumerate(engine.generate(prompts(name) * times, GREEDY, trace=True)):
         prompt, right = texts(name)[index % 3]
         assert done.raise_for_error().token_ids == right[: GREEDY.max_tokens]
-        for one, text in block_rounds.texts(done, prompt):
+        for traced, text in block_rounds.texts(done, prompt):
             drafts = data[f"drafts{index % 3}"][len(text) - 1 - len(prompt)]
-            assert one.tokens[1:].tolist() == drafts[: len(one.tokens) - 1].tolist()
+            assert traced.tokens[1:].tolist() == drafts[: len(traced.tokens) - 1].tolist()
             rounds += 1
     return rounds
 
@@ -255,13 +293,13 @@ def test_two_devices_with_one_key_value_head_draft_as_transformers() -> None:
 
 def test_two_devices_that_divide_key_value_heads_draft_as_one() -> None:
     """Experts of 26B-A4B in the recording cannot be divided; this target has heads of the same sizes."""
-    dense, found = tiny.load_target(GOLDEN / "families/gemma4_text"), []
+    dense, drafts = tiny.load_target(GOLDEN / "families/gemma4_text"), []
     for devices in (1, 2):
         options = {**OPTIONS, "tensor_parallel": devices}
         with engines.make(dense, drafter=drafter("26b_a4b", DYNAMIC), **options) as engine:
             done = engine.generate(prompts("26b_a4b"), GREEDY, trace=True)
-        found.append([[one.tokens.tolist() for one in each.rounds or ()] for each in done])
-    assert found[0] == found[1] and sum(map(len, found[0])) > 20
+        drafts.append([[traced.tokens.tolist() for traced in output.rounds or ()] for output in done])
+    assert drafts[0] == drafts[1] and sum(map(len, drafts[0])) > 20
 
 
 ACCEPT = ("coupled", "rejection", "traversal", "block", "multi_candidate")
@@ -285,20 +323,21 @@ def test_outputs_are_those_of_plain_decoding(name: str, accept: str, tree: Tree)
 
 def test_outputs_of_a_quantised_target_are_those_of_plain_decoding() -> None:
     """The assistant reads float8 keys and values, of which its float32 queries see what the target's see."""
-    quantised, found = quantize_weights(target("e2b"), "int8"), []
-    for own in (None, drafter("e2b", DYNAMIC)):
-        with engines.make(quantised, drafter=own, kv_dtype="float8_e4m3fn", **OPTIONS) as engine:
-            found.append([done.raise_for_error().token_ids for done in engine.generate(prompts("e2b"), GREEDY)])
-    assert found[0] == found[1] != [right[: GREEDY.max_tokens] for _, right in texts("e2b")], "control: rounding shows"
+    quantised, outputs = quantize_weights(target("e2b"), "int8"), []
+    for assistant in (None, drafter("e2b", DYNAMIC)):
+        with engines.make(quantised, drafter=assistant, kv_dtype="float8_e4m3fn", **OPTIONS) as engine:
+            outputs.append([done.raise_for_error().token_ids for done in engine.generate(prompts("e2b"), GREEDY)])
+    plain = [right[: GREEDY.max_tokens] for _, right in texts("e2b")]
+    assert outputs[0] == outputs[1] != plain, "control: rounding shows"
     assert engine.metrics.mean_acceptance_length > 1.3
 
 
 def test_look_up_beside_an_assistant_leaves_outputs_as_they_are() -> None:
     """A node of the look-up below one of the assistant has no state of the assistant."""
-    own = Beside(drafter("e2b"), NGram(Tree.chain(3), min_n=1), "beside")
-    with engines.make(target("e2b"), drafter=own, **{**OPTIONS, "max_len": 168}) as engine:
+    both = Beside(drafter("e2b"), NGram(Tree.chain(3), min_n=1), "beside")
+    with engines.make(target("e2b"), drafter=both, **{**OPTIONS, "max_len": 168}) as engine:
         done = engine.generate(prompts("e2b"), SamplingParams(max_tokens=64, temperature=0))
-    assert [one.raise_for_error().token_ids for one in done] == [right for _, right in texts("e2b")]
+    assert [output.raise_for_error().token_ids for output in done] == [right for _, right in texts("e2b")]
     assert min(engine.metrics.num_accepted_tokens_per_source.values()) > 0
 
 
@@ -319,9 +358,9 @@ def test_woken_engine_and_one_with_other_weights_draft_as_transformers() -> None
 def test_replay_over_a_text_is_right_where_transformers_drafts_are(name: str) -> None:
     """`jspec info --check` measures a head so."""
     data, (prompt, after) = recording(folder_of(name) / "expect.npz"), texts(name)[0]
-    own, states = drafter(name), (len(target(name).config.layers) + 1,)
+    states = (len(target(name).config.layers) + 1,)
     seen = observe(target(name), np.array([[*prompt, *after]], np.int32), states)
-    rounds = Replay(own, target(name))(seen, layers=states, start=[len(prompt)], stepwise=[True])
+    rounds = Replay(drafter(name), target(name))(seen, layers=states, start=[len(prompt)], stepwise=[True])
     right = np.array([data["drafts0"][index, 0] == after[index + 1] for index in range(24)])
     assert rounds.positions[:24, 0].tolist() == [len(prompt) + index for index in range(24)]
     np.testing.assert_array_equal(rounds.hits[:24, 0], right)
@@ -346,9 +385,9 @@ def test_assistant_is_found_and_loaded_by_its_path(tmp_path: Path) -> None:
     choice = choose_drafter(tmp_path / "target")
     assert choice == DrafterChoice("gemma4_assistant", beside) and str(choice) == f"--gemma4-assistant {beside}"
     assert main(["convert", str(beside), str(tmp_path / "converted")]) == 0
-    own, converted = (load_drafter(path, dtype="float32") for path in (beside, tmp_path / "converted"))
-    assert isinstance(own, Gemma4Assistant) and isinstance(converted, Gemma4Assistant)
-    jax.tree.map(np.testing.assert_array_equal, converted.head, own.head)
+    original, converted = (load_drafter(path, dtype="float32") for path in (beside, tmp_path / "converted"))
+    assert isinstance(original, Gemma4Assistant) and isinstance(converted, Gemma4Assistant)
+    jax.tree.map(np.testing.assert_array_equal, converted.head, original.head)
     for flags in (["--gemma4-assistant", str(beside)], ["--draft", "auto"]):
         arguments = make_parser().parse_args(["generate", "--target", str(tmp_path / "target"), *flags, "text"])
         generate.prepare(arguments)
@@ -357,16 +396,16 @@ def test_assistant_is_found_and_loaded_by_its_path(tmp_path: Path) -> None:
 
 
 def test_server_starts_with_an_assistant_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[Any] = []
+    drafters: list[Any] = []
 
     def serve(engine: Engine, *_: Any) -> int:
-        found.append(engine.core.runner.program.drafter)
+        drafters.append(engine.core.runner.program.drafter)
         return 0
 
     monkeypatch.setattr(run, "serve", serve)
     words = ["--target", str(folder_with_tokenizer(tmp_path / "target")), "--port", "0", "--max-len", "64"]
     assert main(["serve", *words, "--gemma4-assistant", str(folder_of("e2b")), "--slots", "1"]) == 0
-    assert isinstance(found[0], Gemma4Assistant)
+    assert isinstance(drafters[0], Gemma4Assistant)
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8_dynamic", "int4"])
@@ -403,12 +442,12 @@ def test_assistant_of_another_target_is_refused() -> None:
 
 
 def test_drafter_on_other_devices_may_not_read_the_targets_caches(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = drafter("e2b")
+    assistant = drafter("e2b")
     monkeypatch.setattr(Gemma4Assistant, "mesh", mesh_over("device", jax.devices()[1]))
     with pytest.raises(
         ValueError, match="Gemma4Assistant: device: expected none, as it reads the target's caches, got"
     ):
-        Engine(target("e2b"), drafter=own, **OPTIONS)
+        Engine(target("e2b"), drafter=assistant, **OPTIONS)
 
 
 def shared(config: dict[str, Any], **changes: Any) -> None:
@@ -463,5 +502,23 @@ def test_file_with_the_output_head_twice_and_unread_keys_is_read(tmp_path: Path)
     more = {f"model.layers.0.{name}": np.zeros(shape, np.float32) for name, shape in unread.items()}
     more |= {"lm_head.weight": tensors["model.embed_tokens.weight"]}
     config = json.loads((folder_of("26b_a4b") / "config.json").read_text())
-    found = Gemma4Assistant.from_pretrained(folders.write(tmp_path, config, tensors | more), dtype="float32")
-    jax.tree.map(np.testing.assert_array_equal, found.head, drafter("26b_a4b").head)
+    assistant = Gemma4Assistant.from_pretrained(folders.write(tmp_path, config, tensors | more), dtype="float32")
+    jax.tree.map(np.testing.assert_array_equal, assistant.head, drafter("26b_a4b").head)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_untied_output_head_is_read_without_the_embedding(name: str, tmp_path: Path) -> None:
+    """transformers multiplies by `lm_head` alone, also with clusters."""
+    config = json.loads((folder_of(name) / "config.json").read_text()) | {"tie_word_embeddings": False}
+    tensors = load_file(folder_of(name) / "model.safetensors")
+    embedding = {"model.embed_tokens.weight": np.flip(tensors.pop("model.embed_tokens.weight"), 0).copy()}
+    head = {"lm_head.weight": np.flip(embedding["model.embed_tokens.weight"], 0).copy()}
+    path = folders.write(tmp_path / "untied", config, tensors | embedding | head)
+    assistant = Gemma4Assistant.from_pretrained(path, dtype="float32")
+    jax.tree.map(np.testing.assert_array_equal, assistant.head, drafter(name).head)
+    tied = folders.write(tmp_path / "tied", config | {"tie_word_embeddings": True}, tensors | embedding | head)
+    with pytest.raises(ValueError, match=r"lm_head\.weight: expected the values of model.embed_tokens.weight"):
+        Gemma4Assistant.from_pretrained(tied)
+    headless = folders.write(tmp_path / "headless", config, tensors | embedding)
+    with pytest.raises(ValueError, match=r"\(missing: lm_head.weight\); check config.json"):
+        Gemma4Assistant.from_pretrained(headless)

@@ -248,22 +248,22 @@ def medusa_heads(target: Model, heads: int, *, seed: int = 1) -> MedusaHeads:
 
 def assistant_head(target: Model, *, clusters: int = 0, top_clusters: int = 0, seed: int = 1) -> AssistantHead:
     """Return a random assistant of two layers for a target without windows; clusters have scattered ids."""
-    own, rng = target.config, np.random.default_rng(seed)
-    mixer = replace(own.layers[-1].gqa, qk_norm="head")
-    layer = replace(own.layers[-1], mixer=queries_only(TargetKV, mixer, of_window=False))
+    of_target, rng = target.config, np.random.default_rng(seed)
+    mixer = replace(of_target.layers[-1].gqa, qk_norm="head")
+    layer = replace(of_target.layers[-1], mixer=queries_only(TargetKV, mixer, of_window=False))
     c = AssistantConfig(
-        vocab_size=own.vocab_size,
+        vocab_size=of_target.vocab_size,
         hidden_size=12,
         layers=(layer, layer),
         norm_eps=1e-5,
-        target_hidden_size=own.hidden_size,
+        target_hidden_size=of_target.hidden_size,
         clusters=clusters,
         top_clusters=top_clusters,
     )
     params = assistant_params(c)
     weights = _draw(rng, params, *(name for name, spec in params.items() if spec.init == "normal"))
     if clusters:
-        weights["clusters.ids"] = rng.permutation(own.vocab_size).astype(np.int32)
+        weights["clusters.ids"] = rng.permutation(of_target.vocab_size).astype(np.int32)
     return AssistantHead.from_weights(c, tree_of(weights))
 
 

@@ -32,7 +32,8 @@ TENSORS = {
     "clusters.centroids": "masked_embedding.centroids.weight",
     "clusters.ids": "masked_embedding.token_ordering",
 }
-TIED = ("model.embed_tokens.weight", "lm_head.weight")  # names of the output head, which a file may have twice
+HEAD = "lm_head.weight"
+EMBEDDING = "model.embed_tokens."  # prefix; the weight is the output head if both are tied, else nothing reads it
 # Options of the layers, each with its only supported value.
 FIXED = {"hidden_size_per_layer_input": 0, "enable_moe_block": False, "use_double_wide_mlp": False}
 
@@ -41,6 +42,8 @@ def assistant_format() -> Format:
     """Return the format of assistants."""
 
     def from_hf(fields: Fields, source: Source) -> tuple[AssistantConfig, list[MapRow]]:
+        if not fields.flag("tie_word_embeddings", True):  # transformers reads this key, not that of text_config
+            source.tensors = {name: tensor for name, tensor in source.tensors.items() if not name.startswith(EMBEDDING)}
         _, names = text_model(fields, source)
         config = read_assistant(fields)
         check_count("num_hidden_layers", config.num_layers, source.tensors)
@@ -69,8 +72,8 @@ def read_assistant(fields: Fields) -> AssistantConfig:
     count = text.integer("num_hidden_layers")
     if text.integer("num_kv_shared_layers", count, least=0) not in (0, count):
         raise text.error("num_kv_shared_layers", f"{count}, the number of layers, which all read the target's keys")
-    own = {"num_kv_shared_layers": 0, "vocab_size_per_layer_input": text.integer("vocab_size")}
-    read = FAMILIES[kind].decoder(Fields({**text, **FIXED, **own}, text.place))
+    values = {**FIXED, "num_kv_shared_layers": 0, "vocab_size_per_layer_input": text.integer("vocab_size")}
+    read = FAMILIES[kind].decoder(Fields({**text, **values}, text.place))
     layers = tuple(
         replace(layer, mixer=queries_only(TargetKV, layer.gqa, of_window=layer.gqa.window is not None))
         for layer in read["layers"]
@@ -99,7 +102,7 @@ def assistant_rows(config: AssistantConfig, source: Source, names: Collection[st
     made = as_computed(rows(params, tensors), config, norms_less_one=False)
     made = [with_unread(row, config, names) if row.parameter.startswith("layers.") else row for row in made]
     head = "clusters.rows" if config.clusters else "head"
-    stored = [name for name in TIED if name in names] or TIED[:1]
+    stored = [name for name in (f"{EMBEDDING}weight", HEAD) if name in names] or [HEAD]
     output = same(head, dict.fromkeys(stored, params[head].shape))
     return [*made, selected(output, token_order(source, config.vocab_size)) if config.clusters else output]
 

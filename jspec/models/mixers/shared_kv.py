@@ -125,12 +125,12 @@ class TargetKV(QueriesOnly):
             mixers: those of the target's layers. If the last of the type shares keys and values, an earlier one has
                 them.
         """
-        found = [
+        sources = [
             index if mixer.source is None else mixer.source
             for index, mixer in enumerate(mixers)
             if isinstance(mixer, GQA) and (mixer.window is not None) == self.of_window
         ]
-        return found[-1] if found else None
+        return sources[-1] if sources else None
 
     @property
     def source_name(self) -> str:

@@ -122,6 +122,11 @@ def small_product(
     return jnp.einsum("...k,nk->...n", x, weight, **exact)
 
 
+def scaled(x: Float[Array, "*rows size"], factor: float) -> Float[Array, "*rows size"]:
+    """Return embeddings times a factor, which is rounded to their dtype."""
+    return x if factor == 1.0 else x * jnp.asarray(factor, x.dtype)
+
+
 def norm_rows(
     x: Float[Array, "*rows size"], weight: Float[Array, " size"], eps: float, numerics: Numerics
 ) -> Float[Array, "*rows size"]:
