@@ -107,6 +107,7 @@ def options(**given: object) -> Namespace:
         "dspark",
         "mtp",
         "gemma4_assistant",
+        "uno",
         "draft_model",
     )
     names = (
