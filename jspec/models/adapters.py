@@ -67,16 +67,24 @@ class AdaptableWeight:
 def adaptable_weights(config: ModelConfig) -> Sequence[Mapping[str, AdaptableWeight]]:
     """Return the weights of a model that may have adapters, for each layer by name.
 
-    These are the projections of mixers, except those of keys and values from a latent vector and of the gates of gated
-    delta nets; and the projections of feed-forward layers that are no experts.
+    These are the projections of mixers, except those of keys and values from a latent vector, of the gates of gated
+    delta nets, and of Mamba 2, whose steps are rows of the same tensor; and the projections of feed-forward layers that
+    are no experts.
     """
-    params = model_params(config)
-    layers: list[dict[str, AdaptableWeight]] = [{} for _ in config.layers]
-    for row in families.family_of(config.family).weights(config, ()):
-        match, (stored, index) = WEIGHT.fullmatch(row.parameter), unselected(row)
-        if match and is_stacked(stored) and (match[3] is None or isinstance(config.mlps[int(match[1])], Dense)):
+    params, layers = model_params(config), [dict[str, AdaptableWeight]() for _ in config.layers]
+    rows = {row.parameter: (row, *unselected(row)) for row in families.family_of(config.family).weights(config, ())}
+    adaptable = {
+        name: match
+        for name, (_, stored, _) in rows.items()
+        if (match := WEIGHT.fullmatch(name)) and is_stacked(stored)
+        if match[3] is None or isinstance(config.mlps[int(match[1])], Dense)
+    }
+    others = {tensor for name, (row, _, _) in rows.items() if name not in adaptable for tensor in row.sources}
+    for parameter, match in adaptable.items():
+        _, stored, index = rows[parameter]
+        if others.isdisjoint(stored.sources):
             modules = {name.removesuffix(".weight"): shape[0] for name, shape in stored.sources.items()}
-            layers[int(match[1])][match[2]] = AdaptableWeight(params[row.parameter], modules, index)
+            layers[int(match[1])][match[2]] = AdaptableWeight(params[parameter], modules, index)
     return layers
 
 

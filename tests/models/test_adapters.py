@@ -187,6 +187,12 @@ def test_adapter_that_does_not_fit_the_target_is_refused(folder: Path, tmp_path:
         read_adapter(golden / "families" / "llama")
 
 
+def test_weights_of_tensors_that_have_other_rows_too_have_no_adapters(golden: Path) -> None:
+    """The steps of Mamba 2 are rows of its input projection, which are no part of the adaptable weight."""
+    layers = adapters.adaptable_weights(tiny.load_target(golden / "families" / "nemotron_h").config)
+    assert [sorted(layer) for layer in layers] == [["o"], [], ["o"], ["o", "qkv"], []]
+
+
 def test_equal_adapters_have_equal_digests(folder: Path, tmp_path: Path) -> None:
     """The digest depends on the scale too."""
     digests = [read_adapter(path).digest for path in (folder / "llama" / "all", copied(folder, tmp_path))]
