@@ -10,19 +10,21 @@ from pathlib import Path
 from convert.fields import MAX_SIZE, Fields, is_int, read_json, short
 
 TOKENIZER_FILES = ["*.json", "tokenizer.model", "merges.txt", "vocab.txt", "*.jinja"]
+ADAPTER_FILES = ["adapter_config.json", "adapter_model.safetensors"]
 HUB_FILES = [*TOKENIZER_FILES, "model*.safetensors", "medusa_lm_head.safetensors", "adapter_model.safetensors"]
 TORCH_FILES = ["pytorch_model*.bin", "medusa_lm_head.pt"]  # downloaded if the repository has no safetensors files
 # Not downloaded: subfolders hold the weights in other formats. Chat templates in them are downloaded.
 SUBFOLDERS = [f"*/{pattern}" for pattern in [*HUB_FILES, *TORCH_FILES] if pattern != "*.jinja"]
 
 
-def find(path: str | os.PathLike[str], *, tokenizer: bool = False) -> Path:
+def find(path: str | os.PathLike[str], *, tokenizer: bool = False, adapter: bool = False) -> Path:
     """Return the absolute path of a model's folder, after downloading the model if it is a hub id.
 
     Args:
         path: existing folder, relative or absolute or from the home folder ("~"), else hub id ("owner/name"); after
             an "@" a hub id may name the commit, tag or branch to take ("owner/name@revision").
         tokenizer: download the files of the tokenizer only.
+        adapter: download the files of a LoRA adapter only.
 
     Raises:
         FileNotFoundError: neither a folder nor a model of the hub has this name.
@@ -50,8 +52,9 @@ def find(path: str | os.PathLike[str], *, tokenizer: bool = False) -> Path:
         name, at, revision = str(path).partition("@")
         pinned = {"revision": revision} if at else {}
         download = partial(huggingface_hub.snapshot_download, name, ignore_patterns=SUBFOLDERS, **pinned)
-        copy = Path(download(allow_patterns=TOKENIZER_FILES if tokenizer else HUB_FILES))
-        if not tokenizer and not any(copy.glob("*.safetensors")):
+        wanted = TOKENIZER_FILES if tokenizer else ADAPTER_FILES if adapter else HUB_FILES
+        copy = Path(download(allow_patterns=wanted))
+        if wanted is HUB_FILES and not any(copy.glob("*.safetensors")):
             download(allow_patterns=TORCH_FILES)
     except (OSError, ValueError) as error:
         reason = short(str(error), 200)

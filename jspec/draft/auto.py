@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Int
 
-from convert import orbax
+from convert import hub, orbax
 from convert.orbax import Checkpoint, Header, Placement
 from convert.plan import Plan
 from jspec.core.config import DEQUANTIZE
@@ -89,6 +89,7 @@ def load_drafter(
         length: number of draft tokens of the default chain.
         mesh: mesh over whose devices the weights are divided; None: the default device.
     """
+    path = hub.find(path)
     if is_adapter(path):
         return UNO.from_pretrained(path, tree=Tree.chain(length) if tree is None else tree)
     checkpoint = load_checkpoint(os.fspath(path), dtype=dtype, quantize=quantize, mesh=mesh)

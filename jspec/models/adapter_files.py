@@ -81,7 +81,7 @@ def read_adapter(path: str | os.PathLike[str]) -> AdapterFile:
         CheckpointError: the tensors do not match the config, or values are not finite.
         NotImplementedError: the config has an option that is not supported; the message names it.
     """
-    folder = hub.find(path)
+    folder = hub.find(path, adapter=True)
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
             raise FileNotFoundError(

@@ -10,7 +10,10 @@ import huggingface_hub
 import pytest
 
 from convert import hub
+from jspec import UNO
 from jspec.draft import auto
+from jspec.draft.named import make_drafter
+from jspec.models.adapter_files import read_adapter
 from tests.support import folders
 from tests.support.folders import TARGET
 
@@ -85,6 +88,19 @@ def test_find_checkpoint_hub_id_downloads_no_subfolder_except_its_chat_templates
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     hub.find("owner/name", tokenizer=tokenizer)
     assert fetched == ["config.json", *templates]
+
+
+def test_adapter_of_the_hub_is_downloaded_without_other_weights_and_drafts_by_its_id(golden, tmp_path, monkeypatch):
+    folder, asked = golden / "adapters" / "llama" / "all", []
+
+    def download(name: str, *, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        asked.append(allow_patterns)
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert read_adapter("owner/name").rank == 4
+    assert asked == [["adapter_config.json", "adapter_model.safetensors"]]
+    assert isinstance(make_drafter("owner/name"), UNO)
 
 
 @pytest.mark.parametrize(("path", "pinned"), [("owner/name", {}), ("owner/name@v1.0", {"revision": "v1.0"})])

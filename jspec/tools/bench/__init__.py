@@ -1,1 +1,1 @@
-"""`jspec bench`: eight commands, declared in `cli`."""
+"""`jspec bench`, whose commands `cli` declares."""
