@@ -78,7 +78,9 @@ class Executables:
         (device, *_) = state.root.devices()
         self._program = replace(program, implementation=resolve(program.implementation, device))
         self._params = shapes_of(params, program.mesh)  # shapes, so that replaced weights are freed
-        self._adapted = replace(self._params, adapters=shapes_of(adapters, program.mesh))
+        self._adapted = self._params
+        if adapters is not None:
+            self._adapted = replace(self._params, adapters=shapes_of(adapters, program.mesh))
         self._config = config
         self._drafting = drafting
         self._pages = state.page_table.shape[1]

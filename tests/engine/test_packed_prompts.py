@@ -207,8 +207,8 @@ def test_comparison_with_swapped_pages_of_two_packed_prompts_fails(monkeypatch: 
     """Negative control: two pieces of a prefill exchange their rows of the page table."""
     original = ModelRunner._pack
 
-    def swapped(self: ModelRunner, plan: PrefillPlan, size: int) -> PrefillInput:
-        packed = original(self, plan, size)
+    def swapped(self: ModelRunner, plan: PrefillPlan, *rest: Any) -> PrefillInput:
+        packed = original(self, plan, *rest)
         if len(plan.pieces) > 1:
             first = PromptPiece.width(0)
             packed.pieces[:2, first:] = packed.pieces[1::-1, first:]

@@ -55,7 +55,7 @@ def test_activation_function_of_each_value_matches_float64(name: Activation, dty
 
 
 def test_unknown_activation_function_raises_error_that_lists_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"silu, gelu_tanh, gelu, got 'relu'"):
+    with pytest.raises(ValueError, match=r"silu, gelu_tanh, gelu, relu2, got 'relu'"):
         quantize_rows(on_device(np.zeros((1, 64))), gate="relu")  # type: ignore[arg-type]
 
 

@@ -50,6 +50,7 @@ def view(rows: int, **fields: object) -> SlotView:
         seed=on_device(np.zeros((rows, 2), jnp.uint32)),
         stop_ids=on_device(np.full((rows, 8), -1)),
         draft_cap=on_device(np.full(rows, 99)),
+        adapter=zeros,
     )
     record = SlotView(
         slots=on_device(np.arange(rows)),
