@@ -5,12 +5,11 @@ mkdocs calls the functions whose names begin with `on_` (`hooks` in mkdocs.yml).
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import posixpath
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,20 +39,11 @@ LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)\s]+)\)")
 def command_line() -> str:
     """Return the page of all commands with their help texts."""
     from jspec.tools.command_line import make_parser
+    from jspec.tools.parser import parsers
 
     os.environ["COLUMNS"] = str(WIDTH)
     parts = [f"## {parser.prog}\n\n```text\n{parser.format_help()}```\n" for parser in parsers(make_parser())]
     return "\n".join(["# Command line\n\nThe help texts of all commands.\n", *parts])
-
-
-def parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
-    """Yield a parser and those of all its subcommands, with their options."""
-    parser.format_help()  # declares them
-    yield parser
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            for inner in action.choices.values():
-                yield from parsers(inner)
 
 
 def server_fields() -> str:
@@ -90,7 +80,7 @@ def field_table(table: Mapping[str, Any]) -> str:
 
 
 def expected(name: str, read: Callable[[str, Any], Any]) -> str:
-    """Return what a reader of a field expects, in the words of its error; "" if it takes any value."""
+    """Return which values a field accepts, as its error says; "" if it accepts all."""
     from jspec.server.http.errors import ApiError
 
     try:

@@ -56,13 +56,11 @@ class AdapterFile:
         modules: the adapter of each module, by its name in the model that was trained.
         rank: largest rank.
         digest: digest of all that the adapter computes with.
-        base: name of the model that it was trained for; "": unknown.
     """
 
     modules: Mapping[str, ModuleAdapter]
     rank: int
     digest: bytes
-    base: str
 
 
 def is_adapter(path: str | os.PathLike[str]) -> bool:
@@ -96,7 +94,7 @@ def read_adapter(path: str | os.PathLike[str]) -> AdapterFile:
     for name, factors in modules.items():
         digest.update(name.encode() + factors.a.tobytes() + factors.b.tobytes())
     rank = max(len(factors.a) for factors in modules.values())
-    return AdapterFile(modules, rank, digest.digest(), fields.text("base_model_name_or_path", ""))
+    return AdapterFile(modules, rank, digest.digest())
 
 
 def _check(fields: Fields) -> None:

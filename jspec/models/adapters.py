@@ -173,7 +173,7 @@ def _table(weight: AdaptableWeight, factors: Mapping[str, ModuleAdapter], rank: 
 
 def no_adapter(model: Model, rank: int) -> list[dict[str, LowRank]]:
     """Return a table of zeros in the form of `as_tables`."""
-    return as_tables(AdapterFile({}, 0, b"", ""), model, rank)
+    return as_tables(AdapterFile({}, 0, b""), model, rank)
 
 
 def on_devices(adapter: Sequence[Mapping[str, LowRank]], model: Model) -> list[dict[str, LowRank]]:

@@ -275,7 +275,7 @@ def uno_adapter(target: Model, *, rank: int = 2, seed: int = 1) -> AdapterFile:
             shapes = (rank, weight.spec.shape[1]), (rows, rank)
             a, b = (rng.normal(size=shape).astype(np.float32) for shape in shapes)
             modules[name] = ModuleAdapter(a / np.sqrt(a.shape[1]), b / 2)
-    return AdapterFile(modules, rank, digest=bytes([seed]), base="")
+    return AdapterFile(modules, rank, digest=bytes([seed]))
 
 
 def head_config(

@@ -7,7 +7,6 @@ import json
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from importlib import metadata
 
 import pytest
@@ -16,19 +15,9 @@ import jspec
 from jspec.__main__ import main
 from jspec.core.config import EngineConfig
 from jspec.tools.command_line import make_parser
-from jspec.tools.parser import EXAMPLES, Parser
+from jspec.tools.parser import EXAMPLES, Parser, parsers
 
 pytestmark = pytest.mark.once
-
-
-def parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
-    """Yield a parser and the parsers of all its subcommands, with their options."""
-    parser.format_help()  # declares them
-    yield parser
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            for inner in action.choices.values():
-                yield from parsers(inner)
 
 
 def options(parser: argparse.ArgumentParser) -> list[argparse.Action]:
