@@ -16,13 +16,13 @@ from jspec.tools.options import LOOKUP
 T = TypeVar("T")
 Option = tuple[tuple[str, ...], dict[str, Any]]  # arguments of `argparse.ArgumentParser.add_argument`
 SHAPES = (  # names of `random_models.TARGETS`
-    *("deepseek-v2-lite", "gemma3-12b", "gemma4-26b-a4b", "gpt-oss-20b", "least", "llama3-70b", "llama3-8b"),
-    *("nemotron3-nano", "qwen3-30b-a3b", "qwen3-8b", "qwen3.5-35b-a3b", "qwen3.8-27b"),
+    *("deepseek-v2-lite", "gemma3-12b", "gemma4-26b-a4b", "glm4.7-flash", "gpt-oss-20b", "least", "llama3-70b"),
+    *("llama3-8b", "nemotron3-nano", "qwen3-30b-a3b", "qwen3-8b", "qwen3.5-35b-a3b", "qwen3.8-27b"),
     *("tiny", "tiny-gemma3", "tiny-hybrid", "tiny-mla", "tiny-moe"),
 )
 EXPERTS = (
-    *("deepseek-v2-lite", "gemma4-26b-a4b", "gpt-oss-20b", "nemotron3-nano", "qwen3-30b-a3b", "qwen3.5-35b-a3b"),
-    *("tiny-mla", "tiny-moe"),
+    *("deepseek-v2-lite", "gemma4-26b-a4b", "glm4.7-flash", "gpt-oss-20b", "nemotron3-nano", "qwen3-30b-a3b"),
+    *("qwen3.5-35b-a3b", "tiny-mla", "tiny-moe"),
 )
 DENSE = tuple(name for name in SHAPES if name not in EXPERTS)
 DEFAULT_SHAPE = "default: tiny on a CPU, llama3-8b elsewhere"  # words of the help
