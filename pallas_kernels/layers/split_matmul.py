@@ -22,8 +22,9 @@ from pallas_kernels.layers.dense import hopper_kernel, split_kernel
 from pallas_kernels.layers.dense.grouped_matmul import is_grouped, packed_tiles
 from pallas_kernels.layers.dense.hopper_tiling import HopperTiles, choose_tiles
 from pallas_kernels.layers.dense.split_kernel import FEW_ROWS, LEAST_OUT, MOST_ROWS, WIDEST_OUT, kernel_sizes, parts_of
-from pallas_kernels.layers.partial_sums import PartialSums, Scaled, add_adapters, join
-from pallas_kernels.layers.products import factors, matmul_grouped, matmul_unscaled, product_f32
+from pallas_kernels.layers.low_rank import add_low_rank
+from pallas_kernels.layers.partial_sums import PartialSums, Scaled, join
+from pallas_kernels.layers.products import factors, matmul_grouped, matmul_unscaled
 from pallas_kernels.layers.quantize_rows import FP8, Activation, gated
 from pallas_kernels.layers.shard import Shard
 from pallas_kernels.layers.weights import Inputs, Quantized, QuantizedActivation, Weight, has_dynamic_activations
@@ -89,7 +90,8 @@ def split_matmul(
     if isinstance(weight, Adapted):
         assert not first and not isinstance(x, QuantizedActivation)
         sums = split_matmul(x, weight.weight, gate=gate, after=after, dtype=dtype, implementation=implementation)
-        return add_adapters(sums, gated(x, gate) if gate else x, weight, product_f32, jnp.dtype("float32"))
+        x = gated(x, gate) if gate else x
+        return add_low_rank(sums, x, weight, jnp.dtype("float32"), implementation=implementation)[None]
     assert not first or not isinstance(weight, Quantized)
     (out, inner), shape = (weight.shape[0] - first, weight.shape[1]), x.shape[:-1]
     rows, width = math.prod(shape), 1 if isinstance(weight, Quantized) else weight.dtype.itemsize
