@@ -19,6 +19,7 @@ from pallas_kernels.layers.partial_sums import Scaled
 from tests.reference.activations import ACTIVATIONS
 from tests.support import cover
 from tests.support.arrays import on_device
+from tests.support.gpus import GPUS, compile_for
 from tests.support.h200 import compile_for_h200
 
 BF16, F32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
@@ -189,6 +190,15 @@ def test_products_with_adapters_have_few_launches_on_an_h200(
         1,
     ]
     assert all(program.count(name) for name in names)
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize(("rows", "rank"), [(5, 16), (100, 256)])
+def test_kernels_compiled_for_each_gpu_spill_nothing(gpu: str, rows: int, rank: int) -> None:
+    """A rank of 256 is the largest; 100 rows are multiplied by A in a launch of their own."""
+    program = compile_for(GPUS[gpu], split_matmul, *adapted((1, rows), 4096, 4096, 1, rank=rank), fail_on_spills=True)
+    assert program.count("low_rank_sum") == 1
+    assert program.count("split_matmul_low_rank" if rows == 5 else "low_rank_inner") == 1
 
 
 def test_more_rows_than_the_kernels_support_are_multiplied_by_xla() -> None:
