@@ -148,6 +148,7 @@ STEP = (
     option("--drafter", choices=DRAFTERS, default="eagle3", help="kind of the head"),
     option("--deterministic", action="store_true", help="steps whose tokens are the same in every program"),
     option("--tensor-parallel", type=int, default=1, metavar="N", help="devices over which weights are divided"),
+    option("--adapters", type=ints, default=[0], metavar="0,8", help="LoRA adapters of rank 16, one for each row"),
     option("--sampled", action="store_true", help="temperature 1 instead of greedy"),
     option("--profile", type=Path, metavar="DIR", help="trace steps of each table row into DIR/ROW; default: no trace"),
 )
