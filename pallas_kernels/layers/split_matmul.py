@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.dispatch import Implementation, dispatch
+from pallas_kernels.dispatch import HOPPER, TRITON, Implementation, Kernel, dispatch
 from pallas_kernels.layers import hopper
 from pallas_kernels.layers.adapted import Adapted
 from pallas_kernels.layers.dense import hopper_kernel, split_kernel
@@ -122,9 +122,9 @@ def split_matmul(
     options: dict[str, Any] = {"dtype": sums_dtype, "first": first}
     reference = functools.partial(split_kernel.reference, parts=parts, **options)
     if tiles:
-        sums = hopper.choose_compiled(implementation, functools.partial(_hopper, tiles=tiles), reference, f, awaited)
+        kernels = [Kernel(HOPPER, functools.partial(_hopper, tiles=tiles))]
     else:
         assert sizes is not None
-        kernel = functools.partial(split_kernel.multiply, sizes=sizes, **options)
-        sums = dispatch(implementation, None, kernel, reference, f, awaited)
+        kernels = [Kernel(TRITON, functools.partial(split_kernel.multiply, sizes=sizes, **options))]
+    sums = dispatch(implementation, kernels, reference, f, awaited)
     return sums.reshape(parts, *shape, out)

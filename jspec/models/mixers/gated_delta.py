@@ -21,7 +21,7 @@ from jspec.models.parts.delta_state import DeltaState, run_tokens
 from jspec.models.parts.layer_weights import LayerWeights
 from jspec.models.parts.layers import by_token, norm_rows
 from jspec.models.parts.param_spec import ParamSpec, norm
-from pallas_kernels.layers.hopper import choose_compiled
+from pallas_kernels.dispatch import HOPPER, Kernel, dispatch
 from pallas_kernels.recurrent.inputs_kernel import UNIT_EPS
 from pallas_kernels.recurrent.records import DeltaTokens
 
@@ -88,11 +88,9 @@ class GatedDelta(Recurrent):
             rates, decays = self._rates_and_decays(layer, jax.lax.optimization_barrier(gates))
             return run_nodes(state, projected, rates, decays, layer.conv, batch, interpret=interpret)
 
+        kernels = [Kernel(HOPPER, kernel, not takes_kernels(state, projected, self.taps, batch))]
         arguments = projected, gates, state, batch
-        if takes_kernels(state, projected, self.taps, batch):
-            outputs, state = choose_compiled(numerics.options["implementation"], kernel, reference, *arguments)
-        else:
-            outputs, state = reference(*arguments)
+        outputs, state = dispatch(numerics.options["implementation"], kernels, reference, *arguments)
         return (jnp.swapaxes(outputs, 1, 2),), state
 
     def _rates_and_decays(self, layer: LayerWeights, gates: Array) -> tuple[Array, Array]:
