@@ -62,7 +62,7 @@ SUB_FLOORS = {  # of packages that are divided, from the lowest floor up
         ("quantize_rows", "partial_sums"),
         ("packed", "residual_norm"),
         ("dense", "norm_columns"),
-        ("experts",),
+        ("experts", "low_rank"),
         ("products", "formats"),
         ("split_matmul", "gated_matmul"),
     ),

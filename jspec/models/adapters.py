@@ -99,7 +99,8 @@ def empty_tables(model: Model, tables: int, rank: int) -> AdapterTables:
 
     def zeros(weight: AdaptableWeight) -> LowRank:
         a, b = weight.of(tables, rank)
-        return LowRank(_zeros(a, model), _zeros(b, model), weight.width(rank))
+        modules = tuple(weight.modules.values()) if weight.index is None else ()
+        return LowRank(_zeros(a, model), _zeros(b, model), weight.width(rank), modules)
 
     return AdapterTables(
         [{n: zeros(weight) for n, weight in layer.items()} for layer in adaptable_weights(model.config)]

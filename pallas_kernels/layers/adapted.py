@@ -28,6 +28,8 @@ class Adapted:
     b: Float[Array, "out columns"]  # times the scale of each adapter
     table: Int[Array, "*rows"]  # table of each row, counted from 1; 0: the row has no adapter
     width: int = field(metadata=STATIC)  # number of columns of a table
+    # Rows of each module of a fused weight; in these, B's columns of other modules are zero. (): they are not known.
+    modules: tuple[int, ...] = field(default=(), metadata=STATIC)
 
     @property
     def shape(self) -> tuple[int, ...]:

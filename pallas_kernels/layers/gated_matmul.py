@@ -22,11 +22,13 @@ from pallas_kernels.layers.dense import gated_kernel, hopper_kernel
 from pallas_kernels.layers.dense.gated_kernel import has_few_rows
 from pallas_kernels.layers.dense.grouped_matmul import packed_tiles
 from pallas_kernels.layers.dense.hopper_tiling import HopperTiles, choose_tiles
+from pallas_kernels.layers.low_rank import add_low_rank
 from pallas_kernels.layers.packed import int4_kernel
-from pallas_kernels.layers.products import factors, matmul
+from pallas_kernels.layers.products import factors, matmul, matmul_unscaled
 from pallas_kernels.layers.quantize_rows import SIGMOIDS, Activation, gated
-from pallas_kernels.layers.weights import Inputs, Quantized, Weight
+from pallas_kernels.layers.weights import Inputs, Quantized, QuantizedActivation, Weight
 
+MOST_WIDE = 64  # more rows with adapters are rounded before adapters are added, because they are written faster
 LEAST_ROWS = 32  # with fewer rows of two bytes XLA is as fast as `hopper_kernel`; with float8 it has six more launches
 
 
@@ -89,6 +91,13 @@ def _kernel_of_packed(x: Inputs, weight: Weight | Adapted, activation: Activatio
     return kernel
 
 
+def _with_adapters(x: Array, weight: Adapted, activation: Activation, implementation: Implementation) -> Array:
+    """Returns what `gated_matmul` does with adapters; many rows of the weight's product are written in x's dtype."""
+    dtype = jnp.dtype("float32") if math.prod(x.shape[:-1]) <= MOST_WIDE else x.dtype
+    sums = matmul_unscaled(x, weight.weight, dtype, implementation=implementation)
+    return add_low_rank(sums, x, weight, x.dtype, gate=activation, implementation=implementation)
+
+
 @functools.partial(jax.jit, static_argnames=("activation", "implementation"))
 def gated_matmul(
     x: Inputs, weight: Weight | Adapted, *, activation: Activation = "silu", implementation: Implementation = "auto"
@@ -103,12 +112,16 @@ def gated_matmul(
             for up to 8 rows or a multiple of 8 up to 320, and activations in `SIGMOIDS`. The weight must be of kind
             "fp8_dynamic", or have two bytes per value while x has at least 32 rows. The kernel of a few rows multiplies
             8 to 64 rows by a wide weight of two bytes per value (`has_few_rows`). A weight of kind "int4" is multiplied
-            by its own kernel (`packed_tiles`). Otherwise, and with adapters, XLA computes the product.
+            by its own kernel (`packed_tiles`). Otherwise XLA computes the product. With adapters the product is that of
+            `matmul_unscaled`, and the kernel that adds the adapters computes the gate.
     """
 
     def reference(x, weight):
         return gated(matmul(x, weight, implementation=implementation), activation)
 
+    if isinstance(weight, Adapted):
+        assert not isinstance(x, QuantizedActivation)
+        return _with_adapters(x, weight, activation, implementation)
     if packed := _kernel_of_packed(x, weight, activation):
         return hopper.choose_compiled(implementation, packed, reference, x, weight)
     if has_few_rows(x, weight, activation):

@@ -8,7 +8,8 @@ from jaxtyping import Array, Float
 from pallas_kernels.layers.adapted import Adapted
 from pallas_kernels.layers.dense.grouped_matmul import grouped_matmul, is_grouped
 from pallas_kernels.layers.dense.plain_product import plain_product
-from pallas_kernels.layers.partial_sums import Factors, PartialSums, Scaled, add_adapters, join, reduce_partials
+from pallas_kernels.layers.low_rank import add_low_rank
+from pallas_kernels.layers.partial_sums import Factors, PartialSums, Scaled, join, reduce_partials
 from pallas_kernels.layers.quantize_rows import Activation, gated, quantize_activation
 from pallas_kernels.layers.shard import Shard
 from pallas_kernels.layers.weights import Inputs, Quantized, QuantizedActivation, Weight, has_group_scales
@@ -65,7 +66,8 @@ def matmul_unscaled(
     if isinstance(weight, Adapted):
         assert not isinstance(x, QuantizedActivation)
         sums = matmul_unscaled(x, weight.weight, jnp.float32, gate=gate, implementation=implementation)
-        return add_adapters(sums, gated(x, gate) if gate else x, weight, product_f32, dtype or x.dtype)
+        x = gated(x, gate) if gate else x
+        return add_low_rank(sums, x, weight, dtype or x.dtype, implementation=implementation)[None]
     if isinstance(weight, Quantized) and is_grouped(math.prod(x.shape[:-1]), weight, x.dtype):
         return matmul_grouped(x, weight, dtype, gate=gate, implementation=implementation)
     f = factors(x, weight, gate=gate, implementation=implementation)
@@ -77,11 +79,6 @@ def matmul_unscaled(
     if f.row_scale is not None and f.scale is not None:
         return Scaled(sums[None], f.row_scale, f.scale)
     return f.scaled(sums).astype(dtype)[None]
-
-
-def product_f32(x: Float[Array, "*rows inner"], weight: Float[Array, "out inner"]) -> Float[Array, "*rows out"]:
-    """Returns x @ weight.T in float32."""
-    return plain_product(x, weight, jnp.dtype("float32"))
 
 
 def matmul_grouped(

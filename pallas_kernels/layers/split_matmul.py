@@ -21,9 +21,11 @@ from pallas_kernels.layers.adapted import Adapted
 from pallas_kernels.layers.dense import hopper_kernel, split_kernel
 from pallas_kernels.layers.dense.grouped_matmul import is_grouped, packed_tiles
 from pallas_kernels.layers.dense.hopper_tiling import HopperTiles, choose_tiles
+from pallas_kernels.layers.dense.low_rank_kernels import both_products, sizes_of_both, sum_products
 from pallas_kernels.layers.dense.split_kernel import FEW_ROWS, LEAST_OUT, MOST_ROWS, WIDEST_OUT, kernel_sizes, parts_of
-from pallas_kernels.layers.partial_sums import PartialSums, Scaled, add_adapters, join
-from pallas_kernels.layers.products import factors, matmul_grouped, matmul_unscaled, product_f32
+from pallas_kernels.layers.low_rank import add_low_rank, has_kernel
+from pallas_kernels.layers.partial_sums import PartialSums, Scaled, join
+from pallas_kernels.layers.products import factors, matmul_grouped, matmul_unscaled
 from pallas_kernels.layers.quantize_rows import FP8, Activation, gated
 from pallas_kernels.layers.shard import Shard
 from pallas_kernels.layers.weights import Inputs, Quantized, QuantizedActivation, Weight, has_dynamic_activations
@@ -43,6 +45,28 @@ def hopper_tiles(rows: int, weight: Weight) -> HopperTiles | None:
         return None
     out, inner = weight.shape
     return choose_tiles(rows, inner, out, FP8, multiprocessors, parts=2)
+
+
+def _with_adapters(
+    x: Array, weight: Adapted, after: Any, dtype: jnp.dtype | None, implementation: Implementation
+) -> Float[Array, "*rows out"]:
+    """Returns the product with a weight that has adapters; a launch computes A x beside the weight's product."""
+    wide, flat = jnp.dtype("float32"), (math.prod(x.shape[:-1]), x.shape[-1])
+
+    def reference(x, weight, after):
+        sums = split_matmul(x, weight.weight, after=after, dtype=dtype, implementation=implementation)
+        return add_low_rank(sums, x, weight, wide, implementation=implementation)
+
+    def kernel(x, weight, after, interpret):
+        assert sizes is not None
+        awaited = None if after is None else jax.tree.leaves(after)[0]
+        both = both_products(x.reshape(flat), weight, awaited, x.shape[-2], sizes=sizes, interpret=interpret)
+        return sum_products(*both, weight, wide, gate=None, interpret=interpret)
+
+    sizes = sizes_of_both(flat[0], x.shape[-2], weight) if has_kernel(x, weight) else None
+    if sizes is None:
+        return reference(x, weight, after)
+    return dispatch(implementation, None, kernel, reference, x, weight, after)
 
 
 @functools.partial(jax.jit, static_argnames=("gate", "dtype", "first", "implementation"))
@@ -88,8 +112,8 @@ def split_matmul(
         return join(own, weight, x.dtype)
     if isinstance(weight, Adapted):
         assert not first and not isinstance(x, QuantizedActivation)
-        sums = split_matmul(x, weight.weight, gate=gate, after=after, dtype=dtype, implementation=implementation)
-        return add_adapters(sums, gated(x, gate) if gate else x, weight, product_f32, jnp.dtype("float32"))
+        x = gated(x, gate) if gate else x
+        return _with_adapters(x, weight, after, dtype, implementation)[None]
     assert not first or not isinstance(weight, Quantized)
     (out, inner), shape = (weight.shape[0] - first, weight.shape[1]), x.shape[:-1]
     rows, width = math.prod(shape), 1 if isinstance(weight, Quantized) else weight.dtype.itemsize

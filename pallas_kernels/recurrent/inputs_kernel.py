@@ -3,7 +3,7 @@
 A CTA has a key head of one sequence, and the value heads that share it. From the projected rows of the nodes it makes
 keys, queries and values node after node, and from these the tables of `delta_kernel.Nodes`, where decays between nodes
 are differences of sums. It also keeps what later rounds read of the nodes, in the rows of their slots: inputs of the
-convolution, keys and decays.
+convolution, keys and decays. A rule without a correction, as Mamba 2 has it, norms no keys and queries.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class NodeRows(NamedTuple):
     """The nodes of a round, as the kernel reads them; padded ones are zeros."""
 
     projected: Float[Array, "batch nodes channels"]  # queries, keys and values of all heads before the convolution
-    gates: Float[Array, "batch heads 2 padded"]  # rates and log decays, float32
+    gates: Float[Array, "batch heads 2 padded"]  # factors of values (rates or steps) and log decays, float32
     # Of each node the rows of its earlier inputs, the nearest first: 0 to taps - 2 is a committed input, the oldest
     # first, then come the nodes. Last the number of nodes of the sequence of which is kept what later rounds read.
     places: Int[Array, "batch nodes taps"]
@@ -56,13 +56,15 @@ def has_form(nodes: int, channels: int, taps: int) -> bool:
     return channels % BLOCK == 0 and taps % 4 == 0 and rows + tables + more <= SHARED_BYTES
 
 
-@lowered_once()
+@lowered_once("corrects")
 def prepare(
     rows: NodeRows,
     weight: Float[Array, "channels taps"],
     ring: RecordRing,
     inputs: Float[Array, "slots rows channels"],
+    bias: Float[Array, "channels"] | None = None,
     *,
+    corrects: bool = True,
     interpret: Any = False,
 ) -> tuple[Nodes, RecordRing, Float[Array, "slots rows channels"]]:
     """Make what `delta_kernel.verify` reads of nodes, and keep keys, decays and inputs of the convolution.
@@ -72,6 +74,8 @@ def prepare(
         weight: taps of the convolution.
         ring: records of all slots; keys and decays are overwritten in place if donated.
         inputs: newest inputs of the convolution of all slots, overwritten in place if donated.
+        bias: what is added to the sums of the convolution; None: nothing.
+        corrects: whether the rule corrects values, and norms keys and queries.
         interpret: False, or jax's parameters for interpreting the kernel and detecting races.
 
     Returns:
@@ -97,7 +101,7 @@ def prepare(
     group = Warpgroup(plgpu, dtype, interpret)
 
     def run(refs, *scoped):
-        _InputsCta(group, refs, _InputsMemory(*scoped)).run()
+        _InputsCta(group, refs, _InputsMemory(*scoped), has_bias=bias is not None, corrects=corrects).run()
 
     def shape(*sizes, of=dtype):
         return jax.ShapeDtypeStruct((batch, *sizes), of)
@@ -107,8 +111,9 @@ def prepare(
     out += [shape(heads, 2 * padded + 3, padded, of=jnp.float32)]
     kept = [jax.new_ref(array) for array in (ring.keys, ring.decays, inputs)]
     grid = {"head": key_heads, "sequence": batch}
+    read = (*rows, weight) if bias is None else (*rows, weight, bias)
     keys, queries, values, tables = launch(
-        plgpu, run, "delta_inputs", grid, out, memory, (*rows, weight, *kept), interpret, **WITHOUT_BARRIERS
+        plgpu, run, "delta_inputs", grid, out, memory, (*kept, *read), interpret, **WITHOUT_BARRIERS
     )
     new_keys, decays, inputs = map(jax.freeze, kept)
     keys, queries = (of.reshape(batch, stored, key_heads, key_dim) for of in (keys, queries))
@@ -133,11 +138,11 @@ class _InputsMemory(NamedTuple):
 class _InputsCta:
     """The place of a CTA, and what it computes."""
 
-    def __init__(self, group, refs, memory):
-        self.group, self.plgpu, self.memory = group, group.plgpu, memory
-        self.nodes, self.weight = NodeRows(*refs[:6]), refs[6]
-        self.ring_keys, self.ring_decays, self.inputs = refs[7:10]
-        self.keys, self.queries, self.values, self.tables = refs[10:]
+    def __init__(self, group, refs, memory, has_bias, corrects):
+        self.group, self.plgpu, self.memory, self.corrects = group, group.plgpu, memory, corrects
+        self.ring_keys, self.ring_decays, self.inputs = refs[:3]
+        self.nodes, self.weight, self.bias = NodeRows(*refs[3:9]), refs[9], refs[10] if has_bias else None
+        self.keys, self.queries, self.values, self.tables = refs[-4:]
         self.head, self.sequence = (jax.lax.axis_index(name) for name in ("head", "sequence"))
         slots, _, key_heads, self.key_dim = self.ring_keys.shape
         self.shared, self.taps = self.ring_decays.shape[2] // key_heads, self.weight.shape[1]
@@ -158,6 +163,7 @@ class _InputsCta:
             [self.vector(self.weight.at[of, tap]).astype(jnp.float32) for tap in range(self.taps)]
             for of in self.columns
         ]
+        bias = [0.0 if self.bias is None else self.vector(self.bias.at[of]).astype(jnp.float32) for of in self.columns]
         self.plgpu.barrier_wait(self.memory.arrived)
         self.clear_inputs_before_text()
         count = self.nodes.projected.shape[1]
@@ -173,7 +179,7 @@ class _InputsCta:
             return carry
 
         def convolve(index, carry):
-            self.convolve(index, weight)
+            self.convolve(index, weight, bias)
             return carry
 
         def keep(index, carry):
@@ -221,13 +227,13 @@ class _InputsCta:
                     self.memory.rows[block, index] = jnp.zeros(BLOCK, self.memory.rows.dtype)
                 self.plgpu.commit_smem()
 
-    def convolve(self, index, weight):
+    def convolve(self, index, weight, bias):
         """Computes a node's query and key before they are normed, and its values."""
         memory = self.memory
         sources = [memory.places[index, age] for age in reversed(range(self.taps - 1))] + [self.taps - 1 + index]
         for block, taps in enumerate(weight):
             inputs = [self.vector(memory.rows.at[block, row]).astype(jnp.float32) for row in sources]
-            mixed = sum(x * tap for x, tap in zip(inputs, taps, strict=True))
+            mixed = sum((x * tap for x, tap in zip(inputs, taps, strict=True)), bias[block])
             mixed = mixed / (1 + jnp.exp(-mixed))
             if block < 2:
                 memory.mixed[block, jax.lax.rem(index, ROWS)] = mixed
@@ -236,11 +242,16 @@ class _InputsCta:
                 self.values[self.sequence, index, channels] = mixed.astype(memory.rows.dtype)
 
     def norm(self, first):
-        """Norms some queries and keys; one that is not finite becomes 0, and its query NaN, which ends the request."""
+        """Norms some queries and keys if values are corrected.
+
+        A key that is not finite becomes 0, and its query NaN, which ends the request.
+        """
         memory, dtype, rows = self.memory, self.memory.rows.dtype, pl.ds(first, ROWS)
         query, key = (self.group.load(memory.mixed.at[index], self.row_layout) for index in (0, 1))
-        query, key = (x * self.over_rows(jax.lax.rsqrt(jnp.sum(x * x, axis=1) + UNIT_EPS)) for x in (query, key))
-        query = query * self.key_dim**-0.5 + self.over_rows(jnp.sum(key * 0, axis=1))
+        if self.corrects:
+            query, key = (x * self.over_rows(jax.lax.rsqrt(jnp.sum(x * x, axis=1) + UNIT_EPS)) for x in (query, key))
+            query = query * self.key_dim**-0.5
+        query = query + self.over_rows(jnp.sum(key * 0, axis=1))
         is_node = self.group.index(0, BLOCK, ROWS, self.row_layout) < self.nodes.projected.shape[1] - first
         key = jnp.where(is_node & (jnp.abs(key) < jnp.inf), key, 0.0)
         memory.queries[rows] = jnp.where(is_node, query, 0.0).astype(dtype)
@@ -286,10 +297,11 @@ class _InputsCta:
             of_column = group.per_column(memory.path.at[pl.ds(0, padded)])
             between = jnp.exp(of_column - jax.lax.broadcast_in_dim(path, (HEIGHT, padded), [0]))
             row, scale = group.index(0, padded), jnp.exp(of_column)
+            of_state = rates * scale if self.corrects else 0.0
             parts = (
-                jnp.where(is_after, between * of_keys, 0.0) * rates,
+                jnp.where(is_after & self.corrects, between * of_keys, 0.0) * rates,
                 jnp.where(follows, between * of_queries, 0.0),
-                jnp.where(row == 0, rates, jnp.where(row == 1, rates * scale, scale)),
+                jnp.where(row == 0, rates, jnp.where(row == 1, of_state, scale)),
             )
             self.plgpu.wait_smem_to_gmem(0)
             for index, part in enumerate(parts):

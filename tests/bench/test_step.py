@@ -30,7 +30,7 @@ pytestmark = pytest.mark.once
 TINY = ["bench", "step", "--shape", "tiny", "--dtype", "float32"]
 PLAIN = [*TINY, "--tree", "none", "--batch", "2", "--context", "16"]
 CLOCK = profiling.GpuClock(1560.0, 1980.0, 691.6, 0.75)
-CASE = ["shape", "batch", "context", "tree", "page", "dtype", "idle", "drafter", "devices"]
+CASE = ["shape", "batch", "context", "tree", "page", "dtype", "idle", "drafter", "devices", "adapters"]
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_step_command_writes_table_json_and_trace(
     (result,) = json.loads((tmp_path / "step.json").read_text())["results"]
     names = "shape batch context tree page_size dtype implementation greedy quantize draft_quantize kv_dtype idle depth"
     assert (
-        list(result["case"]) == [*names.split(), "nodes", "drafter", "deterministic", "tensor_parallel"]
+        list(result["case"]) == [*names.split(), "nodes", "drafter", "deterministic", "tensor_parallel", "adapters"]
         and result["case"]["tree"] == "none"
     )
     assert {"milliseconds", "spread", "floor", "tokens"} < set(result)
@@ -82,10 +82,22 @@ def test_step_command_on_cpu_measures_tiny_shape_without_floors(
     assert heads.split() == [*CASE, "ms", "p90-p10", "tokens", "host", "ms"] and row.split()[0] == "tiny"
 
 
-def test_step_command_on_two_devices_runs_on_both(few_groups: None, capsys: pytest.CaptureFixture) -> None:
-    assert main([*TINY, "--tree", "chain:1", "--batch", "2", "--context", "16", "--tensor-parallel", "2"]) == 0
+def test_step_command_on_two_devices_runs_on_both_with_adapters(
+    few_groups: None, capsys: pytest.CaptureFixture
+) -> None:
+    options = ["--context", "16", "--tensor-parallel", "2", "--adapters", "3"]
+    assert main([*TINY, "--tree", "chain:1", "--batch", "2", *options]) == 0
     *_, row = capsys.readouterr().out.splitlines()
-    assert row.split()[:9] == ["tiny", "2", "16", "chain:1", "16", "float32", "0", "eagle3", "2"]
+    assert row.split()[:10] == ["tiny", "2", "16", "chain:1", "16", "float32", "0", "eagle3", "2", "3"]
+
+
+def test_rows_of_a_step_choose_adapters_in_turn() -> None:
+    for adapters, tables in ((0, [0, 0, 0]), (2, [1, 2, 1])):
+        case = StepCase("tiny", 3, 16, None, dtype="float32", adapters=adapters)
+        target, head = step.models_of([case])
+        program, params, pool = step.build(case, target, head)
+        assert step.filled_state(init_state(program, params, pool), case).sampling.adapter.tolist() == tables
+        assert (params.adapters is None) == (not adapters)
 
 
 @pytest.mark.parametrize("drafter", [pytest.param("dflash", marks=pytest.mark.long), "peagle"])

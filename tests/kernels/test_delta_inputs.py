@@ -17,6 +17,8 @@ from jspec.core.ancestors import ancestors
 from jspec.core.numerics import Numerics
 from jspec.core.records import TokenBatch
 from jspec.models.mixers.gated_delta import GatedDelta
+from jspec.models.mixers.mamba2 import Mamba2
+from jspec.models.mixers.recurrent import Recurrent
 from jspec.models.parts import delta_nodes
 from jspec.models.parts.delta_state import DeltaState
 from jspec.models.parts.kv_pool import PoolShape
@@ -28,10 +30,11 @@ mosaic = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the Hopper k
 SLOTS = 3
 TREE = [-1, 0, 0, 1, 1, 2, 3, 3, 4, 8]
 MIXER = GatedDelta(key_heads=2, value_heads=4, key_dim=128, value_dim=128, taps=4)
+MAMBA = Mamba2(key_heads=2, value_heads=8, key_dim=128, value_dim=64, taps=4, conv_bias=True)
 
 
 def problem(
-    parents: list[int], lengths: list[int], slots: list[int], mixer: GatedDelta = MIXER, all_slots: int = SLOTS
+    parents: list[int], lengths: list[int], slots: list[int], mixer: Recurrent = MIXER, all_slots: int = SLOTS
 ) -> tuple[Any, ...]:
     """Draw the state of all slots, projected rows and gates of a round's nodes, weights and the batch."""
     rng, count, batch = np.random.default_rng(0), len(parents), len(slots)
@@ -45,11 +48,12 @@ def problem(
     state = jax.tree_util.tree_map_with_path(drawn, state)
     assert isinstance(state, DeltaState)
     projected = jnp.asarray(rng.standard_normal((batch, count, mixer.conv_size + mixer.value_size)), jnp.bfloat16)
-    gates = jnp.asarray(rng.standard_normal((batch, count, 2 * mixer.value_heads)), jnp.float32)
+    gates = jnp.asarray(rng.standard_normal((batch, count, (1 + mixer.corrects) * mixer.value_heads)), jnp.float32)
     layer = SimpleNamespace(
         conv=jnp.asarray(rng.standard_normal((mixer.conv_size, mixer.taps)) * 0.5, jnp.bfloat16),
         a_log=jnp.asarray(rng.standard_normal(mixer.value_heads), jnp.float32),
         dt_bias=jnp.asarray(rng.standard_normal(mixer.value_heads), jnp.float32),
+        conv_bias=None if mixer.corrects else jnp.asarray(rng.standard_normal(mixer.conv_size), jnp.bfloat16),
     )
     seen = ancestors(np.broadcast_to(np.array(parents, np.int32), (batch, count)))
     first = jnp.asarray(lengths, jnp.int32)
@@ -68,20 +72,22 @@ def problem(
 
 
 def run_kernels(
-    mixer: GatedDelta, layer: Any, projected: Any, gates: Any, state: Any, batch: Any, **options: Any
+    mixer: Recurrent, layer: Any, projected: Any, gates: Any, state: Any, batch: Any, **options: Any
 ) -> Any:
-    rates, decays = mixer._rates_and_decays(layer, gates)
-    return delta_nodes.run_nodes(state, projected, rates, decays, layer.conv, batch, **options)
+    options |= dict(bias=layer.conv_bias, corrects=mixer.corrects)
+    factors = mixer._factors_and_decays(layer, gates)
+    (outputs, values), state = delta_nodes.run_nodes(state, projected, *factors, layer.conv, batch, **options)
+    return jnp.swapaxes(outputs, 1, 2), values, state
 
 
-def by_operations(mixer: GatedDelta, layer: Any, *arguments: Any) -> tuple[Any, DeltaState]:
-    """Return the outputs of the nodes [batch, heads, nodes, channels], and the state, computed by XLA's operations."""
-    (outputs,), state = mixer._run(layer, *arguments)
-    return jnp.swapaxes(outputs, 1, 2), state
+def by_operations(mixer: Recurrent, layer: Any, *arguments: Any) -> tuple[Any, Any, DeltaState]:
+    """Return the outputs of the nodes [batch, heads, nodes, channels], their values and the state, by XLA alone."""
+    (outputs, values), state = mixer._run(layer, *arguments)
+    return jnp.swapaxes(outputs, 1, 2), values, state
 
 
-def differences(got: tuple[Any, DeltaState], wanted: tuple[Any, DeltaState]) -> list[float]:
-    """Return the largest difference of outputs and of each array of the state, relative to the largest number."""
+def differences(got: tuple[Any, ...], wanted: tuple[Any, ...]) -> list[float]:
+    """Return the largest difference of each array, relative to the largest number."""
     pairs = zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True)
     arrays = [(np.float64(new), np.float64(expected)) for new, expected in pairs]
     return [float(np.abs(new - expected).max() / np.abs(expected).max()) for new, expected in arrays]
@@ -93,11 +99,11 @@ def differences(got: tuple[Any, DeltaState], wanted: tuple[Any, DeltaState]) -> 
     [([-1], [40, 1]), ([-1, 0, 1, 2, 3], [2, 63]), (TREE, [0, 66])],
     ids=["plain", "chain", "tree"],
 )
-def test_outputs_records_and_inputs_of_nodes(parents: list[int], lengths: list[int]) -> None:
-    layer, *arguments = problem(parents, [*lengths, 33], [2, 0, 1])
-    wanted, wanted_state = by_operations(MIXER, layer, *arguments)
-    got, state = interpreted(partial(run_kernels, MIXER, layer), *arguments)
-    outputs, *kept = differences((got, state), (wanted, wanted_state))
+@pytest.mark.parametrize("mixer", [MIXER, MAMBA], ids=["delta net", "mamba"])
+def test_outputs_records_and_inputs_of_nodes(parents: list[int], lengths: list[int], mixer: Recurrent) -> None:
+    layer, *arguments = problem(parents, [*lengths, 33], [2, 0, 1], mixer)
+    got = interpreted(partial(run_kernels, mixer, layer), *arguments)
+    outputs, *kept = differences(got, by_operations(mixer, layer, *arguments))
     assert outputs < 2**-8, "a key, a query or a value may round to the other neighbour"
     assert max(kept) < 2**-7
     projected, gates, old, batch = arguments
@@ -109,9 +115,7 @@ def test_outputs_records_and_inputs_of_nodes(parents: list[int], lengths: list[i
     }
     for name, (other, changed) in wrong.items():
         if name != "a chain" or batch.bits is not None:
-            assert differences((got, state), by_operations(MIXER, other, projected, gates, old, changed))[0] > 2**-5, (
-                name
-            )
+            assert differences(got, by_operations(mixer, other, projected, gates, old, changed))[0] > 2**-5, name
 
 
 @mosaic
@@ -123,8 +127,8 @@ def test_padding_and_nodes_without_a_budget_leave_committed_rows_as_they_are(
     layer, projected, gates, state, batch = problem([-1, *[0] * (count - 1)], [length, 33], [2, 0])
     batch = replace(batch, valid=batch.valid.at[:, 2].set(False))  # left out of a budget; later ones are not
     arguments = *(jnp.pad(of, ((0, 0), (0, more), (0, 0))) for of in (projected, gates)), state, batch.pad(more)
-    wanted, wanted_state = by_operations(MIXER, layer, *arguments)
-    got, after = interpreted(partial(run_kernels, MIXER, layer), *arguments)
+    wanted, _, wanted_state = by_operations(MIXER, layer, *arguments)
+    got, _, after = interpreted(partial(run_kernels, MIXER, layer), *arguments)
     nodes = [node for node in range(count) if node != 2]
     assert differences((got[:, :, nodes], state), (wanted[:, :, nodes], state))[0] < 2**-8
     for new, expected, old in zip(*map(jax.tree.leaves, (after, wanted_state, state)), strict=True):
@@ -138,8 +142,8 @@ def test_padding_and_nodes_without_a_budget_leave_committed_rows_as_they_are(
 def test_a_key_that_is_not_finite_is_kept_as_zero_and_ends_its_token_alone() -> None:
     layer, projected, gates, old, batch = problem([-1, 0, 1], [40, 2, 33], [2, 0, 1])
     spoilt = projected.at[0, 2, MIXER.key_size].set(jnp.inf)
-    got, state = interpreted(partial(run_kernels, MIXER, layer), spoilt, gates, old, batch)
-    wanted, _ = by_operations(MIXER, layer, projected, gates, old, batch)
+    got, _, state = interpreted(partial(run_kernels, MIXER, layer), spoilt, gates, old, batch)
+    wanted, *_ = by_operations(MIXER, layer, projected, gates, old, batch)
     assert np.isnan(got[0, :2, 2]).all()
     np.testing.assert_allclose(got[0, :, :2], wanted[0, :, :2], atol=1e-3)
     np.testing.assert_allclose(got[1], wanted[1], atol=1e-3)
@@ -157,8 +161,12 @@ def test_layers_share_what_is_lowered_of_a_kernel() -> None:
 
 @mosaic
 @pytest.mark.parametrize("count", [1, 64])
-def test_kernel_compiled_for_h200_spills_nothing(count: int, compile_with_ptxas_output: Any) -> None:
-    mixer = replace(MIXER, key_heads=16, value_heads=48)
+@pytest.mark.parametrize(
+    "mixer",
+    [replace(MIXER, key_heads=16, value_heads=48), replace(MAMBA, key_heads=8, value_heads=64)],
+    ids=["Qwen3.8-27B", "Nemotron 3 Nano"],
+)
+def test_kernel_compiled_for_h200_spills_nothing(count: int, mixer: Recurrent, compile_with_ptxas_output: Any) -> None:
     layer, *arguments = problem(list(range(-1, count - 1)), [40, 71], [2, 0], mixer)
     shapes = jax.eval_shape(lambda: arguments)
     program, printed = compile_with_ptxas_output(jax.jit(partial(run_kernels, mixer, layer)), *shapes)
@@ -176,12 +184,11 @@ def test_rounds_that_exceed_shared_memory_have_no_form() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("count", [1, 5, 8, 33, 64])
-def test_outputs_records_and_inputs_of_nodes_on_a_gpu(count: int) -> None:
+@pytest.mark.parametrize("mixer", [replace(MIXER, key_heads=4, value_heads=12), MAMBA], ids=["delta net", "mamba"])
+def test_outputs_records_and_inputs_of_nodes_on_a_gpu(count: int, mixer: Recurrent) -> None:
     parents = [-1, *np.random.default_rng(0).integers(0, np.arange(1, count))] if count > 1 else [-1]
-    mixer = replace(MIXER, key_heads=4, value_heads=12)
     layer, *arguments = problem([int(parent) for parent in parents], [40, 1, 71], [2, 0, 1], mixer)
     assert delta_nodes.takes_kernels(arguments[2], arguments[0], mixer.taps, arguments[3])
-    wanted, wanted_state = jax.jit(partial(by_operations, mixer, layer))(*arguments)
-    got, state = jax.jit(partial(run_kernels, mixer, layer))(*arguments)
-    outputs, *kept = differences((got, state), (wanted, wanted_state))
+    wanted = jax.jit(partial(by_operations, mixer, layer))(*arguments)
+    outputs, *kept = differences(jax.jit(partial(run_kernels, mixer, layer))(*arguments), wanted)
     assert outputs < 2**-7 and max(kept) < 2**-7

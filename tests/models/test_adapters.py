@@ -81,6 +81,23 @@ def test_adapters_of_all_weights_have_the_logits_of_a_model_into_which_they_are_
     assert np.abs(logits[0] - logits[2]).max() > 1
 
 
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name in (*FEW, "llama", "phi3", "qwen3_5_text")])
+def test_rows_of_b_have_zeros_in_the_columns_of_other_modules(family: str) -> None:
+    """The kernel of products with adapters reads no other columns."""
+    target = tiny.load_target(GOLDEN / "families" / family)
+    table = adapters.as_tables(tiny.uno_adapter(target, rank=RANK), target, RANK)
+    fused = 0
+    for layer, weights in zip(adapters.empty_tables(target, 1, RANK).layers, table, strict=True):
+        for name, weight in layer.items():
+            ends = np.cumsum(weight.modules).tolist()
+            for index, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
+                rows, columns = weights[name].b[start:end], slice(index * RANK, (index + 1) * RANK)
+                assert rows[:, columns].all() and not np.delete(rows, columns, axis=1).any()
+            assert sum(weight.modules) in (0, weights[name].b.shape[0])
+            fused += len(weight.modules) > 1
+    assert (fused > 0) == (family != "phi3")
+
+
 def merge(layer: Any, table: Any) -> Any:
     """Return the weights of a layer plus the products B A."""
     return replace(layer, **{name: getattr(layer, name) + jnp.asarray(pair.b @ pair.a) for name, pair in table.items()})

@@ -30,7 +30,6 @@ from jspec.models.parts.layer_weights import LayerWeights
 from jspec.models.parts.rope import Rope, query_factors
 from jspec.tools.replay import run_texts
 from jspec.tools.testing import last_logits
-from pallas_kernels.recurrent.gated_delta import DeltaTokens
 from tests.support import tiny
 from tests.support.arrays import on_device
 from tests.support.recordings import recording
@@ -271,9 +270,9 @@ def parts_of(mixer: type[Mixer], order: Sequence[int]) -> Callable[[Model], Mode
 class Growing(GatedDelta):
     """A gated delta net whose decays have the other sign."""
 
-    def _tokens(self, *inputs: Any) -> DeltaTokens:
-        tokens = super()._tokens(*inputs)
-        return tokens._replace(decays=-tokens.decays)
+    def _tokens(self, *inputs: Any) -> Any:
+        tokens, values = super()._tokens(*inputs)
+        return tokens._replace(decays=-tokens.decays), values
 
 
 def growing(layer: LayerConfig) -> LayerConfig:
@@ -299,9 +298,9 @@ class OneGroup(Mamba2):
 class ExponentialSteps(Mamba2):
     """A Mamba 2 mixer whose steps are exponentials, without the 1 of the softplus."""
 
-    def _tokens(self, layer: LayerWeights, dtype: Any, apart: bool, taps: Any, steps: Any) -> Any:
-        wide = jnp.log(jnp.expm1(jnp.exp(steps + layer.dt_bias))) - layer.dt_bias  # whose softplus is exp(steps + bias)
-        return super()._tokens(layer, dtype, apart, taps, wide)
+    def _factors_and_decays(self, layer: LayerWeights, gates: Any) -> Any:
+        steps = jnp.exp(gates + layer.dt_bias)
+        return steps, steps * -jnp.exp(layer.a_log)
 
 
 class ConstantValues(Mamba2):

@@ -26,6 +26,7 @@ from tests.support.arrays import on_device
 from tests.support.h200 import compile_for_h200
 
 WIDTH, HIDDEN, COUNT = 64, 128, 4
+UNGATED: dict[str, Any] = {"activation": "relu2", "is_gated": False}
 
 
 def drawn(shared: int = 2 * WIDTH, *, hidden: int = HIDDEN, **options: Any) -> Model:
@@ -64,6 +65,8 @@ def oracle(model: Model, x: np.ndarray) -> np.ndarray:
     assert isinstance(config, Experts) and layer.gate_up is not None
 
     def mlp(x: np.ndarray, both: np.ndarray, down: np.ndarray) -> np.ndarray:
+        if not config.is_gated:
+            return down @ np.maximum(both @ x, 0) ** 2
         gate, up = np.split(both @ x, 2)
         return down @ (gate / (1 + np.exp(-gate)) * up)
 
@@ -81,35 +84,41 @@ def oracle(model: Model, x: np.ndarray) -> np.ndarray:
     return np.stack(found)
 
 
-@pytest.mark.parametrize("option", [None, "weighs_inputs", "gates_shared"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"weighs_inputs": True}, {"gates_shared": True}, UNGATED],
+    ids=["plain", "inputs", "gates", "ungated"],
+)
 @pytest.mark.parametrize("shared", [WIDTH, pytest.param(2 * WIDTH, marks=pytest.mark.long), 4 * WIDTH])
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("count", [3, 70, 220])  # 70 rows have a dense product unless they are deterministic
 def test_joined_shared_expert_adds_its_output_to_that_of_each_rows_experts(
-    count: int, deterministic: bool, shared: int, option: str | None
+    count: int, deterministic: bool, shared: int, options: dict[str, Any]
 ) -> None:
-    options = {option: True} if option else {}
     model, x = mixture(shared, **options), rows(count)
     own = model.layers[0].experts_down
     assert own is not None and own.shape == (COUNT + shared // WIDTH, HIDDEN, WIDTH) and model.layers[0].down is None
     expected = oracle(drawn(shared, **options), x)
     np.testing.assert_allclose(mix(model, x, numerics=Numerics("reference", deterministic)), expected, atol=2e-5)
-    if option == "gates_shared":
+    if "gates_shared" in options:
         (layer,) = fields(model)
         other = model.replace(layers=[Layer(**layer | {"router": layer["router"].at[-1].multiply(-1)})])
         assert np.abs(mix(other, x) - expected).max() > 1e-3, "control: another factor"
 
 
-@pytest.mark.parametrize(("count", "gates"), [(1, False), (1, True), (16, True)])
-def test_kernels_of_joined_experts_compute_what_their_references_do(count: int, gates: bool) -> None:
+@pytest.mark.parametrize(
+    ("count", "options"),
+    [(1, {}), (1, {"gates_shared": True}), (16, {"gates_shared": True}), (1, UNGATED), (16, UNGATED)],
+)
+def test_kernels_of_joined_experts_compute_what_their_references_do(count: int, options: dict[str, Any]) -> None:
     """One row is that of experts, and 16 are those of a dense product whose kernel reads the last rows of an array."""
     x = np.random.default_rng(1).normal(size=(count, 1024)).astype(np.float32)
-    model = mixture(32 * WIDTH, hidden=1024, gates_shared=gates)
+    model = mixture(32 * WIDTH, hidden=1024, **options)
     narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), model)
     own, expected = (mix(narrow, jnp.bfloat16(x), numerics=Numerics(kind)) for kind in ("pallas", "reference"))
     np.testing.assert_allclose(own, expected, atol=0.05)
     assert np.abs(expected).max() > 0.5
-    wanted = oracle(drawn(32 * WIDTH, hidden=1024, gates_shared=gates), x)
+    wanted = oracle(drawn(32 * WIDTH, hidden=1024, **options), x)
     assert np.linalg.norm(expected - wanted) < 0.02 * np.linalg.norm(wanted)
 
 

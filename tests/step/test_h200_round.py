@@ -67,6 +67,7 @@ def compile_round(
     method: str = "eagle3",
     shape: str = SHAPE,
     layers: int | None = None,
+    adapters: int = 0,
 ) -> tuple[H200Program, int]:
     """Compile a round whose tree is cut at ``depth``; return the program and the state's size in bytes."""
     target = jax.eval_shape(partial(shapes.random_target, shape, "bfloat16"))
@@ -83,6 +84,7 @@ def compile_round(
         quantize=quantize,
         kv_dtype=kv_dtype,
         deterministic=deterministic,
+        adapters=adapters,
     )
     program, params, pool = rounds.build(case, target, head)
     pool, program = replace(pool, prefix_cache=prefix_cache), replace(program, controls=controls)
@@ -151,7 +153,7 @@ def test_h200_round_of_a_hybrid_reads_and_folds_states_in_place(
 
 @pytest.mark.parametrize(
     ("tree", "launches", "temp_mib"),
-    [(None, 150, 12), pytest.param(Tree.chain(4), 240, 60, marks=pytest.mark.long), (Tree.topk(32, 4, 4), 285, 200)],
+    [(None, 115, 12), pytest.param(Tree.chain(4), 210, 60, marks=pytest.mark.long), (Tree.topk(32, 4, 4), 240, 200)],
     ids=str,
 )
 def test_h200_round_of_mamba_reads_and_folds_states_in_place(tree: Tree | None, launches: int, temp_mib: int) -> None:
@@ -251,6 +253,22 @@ def test_h200_round_of_a_dspark_head_corrects_a_block_within_one_cuda_graph() ->
 @pytest.mark.long
 def test_h200_round_of_a_tree_over_a_corrected_block_is_one_cuda_graph_that_updates_in_place() -> None:
     check(*compile_round(Tree.topk(48, 7, 10), method="dspark"), launches=423, temp_mib=40)
+
+
+@pytest.mark.parametrize(
+    ("tree", "batch", "more"),
+    [(None, 1, 4), *(pytest.param(Tree.chain(4), *case, marks=pytest.mark.long) for case in ((1, 4), (8, 5), (32, 8)))],
+    ids=str,
+)
+def test_h200_round_with_adapters_has_few_launches_more_in_a_layer(tree: Tree | None, batch: int, more: int) -> None:
+    """Each of the four products has a kernel that adds adapters; at 32 rows others multiply by A, and one more gates.
+
+    Before there were kernels, a layer had 18 launches more.
+    """
+    plain, _ = compile_round(tree, batch=batch, layers=8)
+    adapted = check(*compile_round(tree, batch=batch, layers=8, adapters=8), launches=200, temp_mib=130)
+    assert adapted.count("low_rank_sum") == 8 * 4
+    assert 8 * 4 <= len(adapted.launches) - len(plain.launches) <= 8 * more + 2
 
 
 @pytest.mark.long

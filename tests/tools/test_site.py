@@ -102,7 +102,7 @@ def test_reference_has_every_public_name() -> None:
 def test_table_of_memory_has_what_the_shapes_take() -> None:
     text = (REPOSITORY / "notebooks" / "targets.md").read_text()
     rows = re.findall(r"^\| `([\w.-]+)` \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", text, re.M)
-    assert len(rows) == 11
+    assert len(rows) == 12
     for shape, *cells in rows:
         weights = tree_bytes(abstract_weights(model_params(target_config(shape)), "bfloat16"))
         token = (cache_bytes(shape, 201, 8) - cache_bytes(shape, 101, 8)) / 1600

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -15,13 +14,10 @@ from jspec.core.numerics import Numerics
 from jspec.core.records import TokenBatch
 from jspec.models.mixers.recurrent import Recurrent, heads_of, is_apart
 from jspec.models.parts.checks import check_divided, positive_values
-from jspec.models.parts.conv_state import convolved, taps_of
-from jspec.models.parts.delta_nodes import run_nodes, takes_kernels
-from jspec.models.parts.delta_state import DeltaState, run_tokens
+from jspec.models.parts.conv_state import convolved
 from jspec.models.parts.layer_weights import LayerWeights
-from jspec.models.parts.layers import by_token, norm_rows
+from jspec.models.parts.layers import norm_rows
 from jspec.models.parts.param_spec import ParamSpec, norm
-from pallas_kernels.layers.hopper import choose_compiled
 from pallas_kernels.recurrent.inputs_kernel import UNIT_EPS
 from pallas_kernels.recurrent.records import DeltaTokens
 
@@ -69,34 +65,8 @@ class GatedDelta(Recurrent):
             "delta_norm": norm(self.value_dim, "channels", norm_dtype),
         }
 
-    def _run(
-        self, layer: LayerWeights, projected: Array, gates: Array, state: DeltaState, batch: TokenBatch
-    ) -> tuple[tuple[Array], DeltaState]:
-        """Convolve the projected rows and apply the rule; `Recurrent._run`. The array is that of the outputs."""
-        numerics = batch.numerics
-
-        def reference(projected: Array, gates: Array, state: DeltaState, batch: TokenBatch) -> Any:
-            taps, inputs = taps_of(state.inputs, projected[..., : self.conv_size], self.taps, batch)
-            made = partial(self._tokens, layer, state.records.keys.dtype, numerics, is_apart(batch))
-            new = by_token(made, numerics, taps, gates)
-            new = jax.tree.map(lambda rows: jnp.swapaxes(rows, 1, 2), new)
-            return run_tokens(state._replace(inputs=inputs), new, batch)
-
-        def kernel(projected: Array, gates: Array, state: DeltaState, batch: TokenBatch, *, interpret: Any) -> Any:
-            assert layer.conv is not None
-            # Sums are added up before they are laid out: else each element of the layout adds up parts by itself.
-            rates, decays = self._rates_and_decays(layer, jax.lax.optimization_barrier(gates))
-            return run_nodes(state, projected, rates, decays, layer.conv, batch, interpret=interpret)
-
-        arguments = projected, gates, state, batch
-        if takes_kernels(state, projected, self.taps, batch):
-            outputs, state = choose_compiled(numerics.options["implementation"], kernel, reference, *arguments)
-        else:
-            outputs, state = reference(*arguments)
-        return (jnp.swapaxes(outputs, 1, 2),), state
-
-    def _rates_and_decays(self, layer: LayerWeights, gates: Array) -> tuple[Array, Array]:
-        """Return the rates and the log decays of the rule from their sums, [*rows, heads]."""
+    def _factors_and_decays(self, layer: LayerWeights, gates: Array) -> tuple[Array, Array]:
+        """Return the rates and the log decays; `Recurrent._factors_and_decays`. The sums of rates come first."""
         assert layer.a_log is not None and layer.dt_bias is not None
         rates, decays = jnp.split(gates, 2, axis=-1)
         return jax.nn.sigmoid(rates), jax.nn.softplus(decays + layer.dt_bias) * -jnp.exp(layer.a_log)
@@ -109,32 +79,23 @@ class GatedDelta(Recurrent):
         apart: bool,
         taps: Float[Array, "*rows taps channels"],
         gates: Array,
-    ) -> DeltaTokens:
-        """Return the inputs of the rule, [*rows, heads, ...], from inputs of the convolution, and rates and decays.
-
-        Args:
-            layer: weights of the layer.
-            dtype: dtype of queries, keys and values.
-            numerics: whether bits may depend on the batch.
-            apart: round the sums of the convolution to ``dtype``, and write them to memory before heads are normed.
-            taps: inputs of the convolution.
-            gates: sums of rates, then those of decays, [*rows, 2 heads].
-        """
+    ) -> tuple[DeltaTokens, Float[Array, "*rows heads value_dim"]]:
+        """Return the inputs of the rule, and the values; `Recurrent._tokens`."""
         assert layer.conv is not None
         mixed = jax.nn.silu(convolved(taps, layer.conv))
         if apart:
             mixed = jax.lax.optimization_barrier(mixed.astype(dtype)).astype(jnp.float32)
         q, k, v = jnp.split(mixed, (self.key_size, 2 * self.key_size), axis=-1)
         q, k = (_unit(heads_of(rows, self.key_heads), numerics) for rows in (q, k))
-        rates, decays = self._rates_and_decays(layer, gates)
+        rates, decays = self._factors_and_decays(layer, gates)
         q, k, v = (rows.astype(dtype) for rows in (q * self.key_dim**-0.5, k, heads_of(v, self.value_heads)))
-        return DeltaTokens(q, k, v, decays, rates)
+        return DeltaTokens(q, k, v, decays, rates), v
 
     def _gated(
         self, layer: LayerWeights, eps: float, dtype: Any, batch: TokenBatch, gate: Array, *rows: Array
     ) -> Float[Array, "*rows channels"]:
         """Return the normed outputs of all heads times the output gate; `Recurrent._gated`."""
-        (outputs,) = rows
+        outputs, _ = rows
         assert layer.delta_norm is not None
         if is_apart(batch):  # the factors of the norm are written to memory before all else
             factor = jax.lax.rsqrt(jnp.mean(outputs**2, axis=-1, keepdims=True) + eps)

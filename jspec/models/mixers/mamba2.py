@@ -11,7 +11,6 @@ log decays dt A. The output is norm(y * silu(z)), with a norm of the channels of
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, ClassVar
 
 import jax
@@ -21,13 +20,13 @@ from jaxtyping import Array, Float
 
 from convert.fields import CheckpointError
 from convert.huggingface import MapRow, selected, stacked
+from jspec.core.numerics import Numerics
 from jspec.core.records import TokenBatch
-from jspec.models.mixers.recurrent import Recurrent, heads_of, is_apart
+from jspec.models.mixers.recurrent import Recurrent, heads_of
 from jspec.models.parts.checks import check_divided, positive_values
-from jspec.models.parts.conv_state import convolved, taps_of
-from jspec.models.parts.delta_state import DeltaState, run_tokens
+from jspec.models.parts.conv_state import convolved
 from jspec.models.parts.layer_weights import LayerWeights
-from jspec.models.parts.layers import by_token, norm_rows
+from jspec.models.parts.layers import norm_rows
 from jspec.models.parts.param_spec import ParamSpec
 from pallas_kernels.recurrent.records import DeltaTokens
 
@@ -40,7 +39,7 @@ class Mamba2(Recurrent):
         conv_bias: whether the convolution has a bias.
     """
 
-    products: ClassVar[int] = 1
+    corrects: ClassVar[bool] = False
     conv_bias: bool
 
     def check(self) -> None:
@@ -95,44 +94,32 @@ class Mamba2(Recurrent):
         tensor = stacked(row.parameter, dict.fromkeys(row.sources, whole), row.dtype)
         return selected(tensor, dt if name == "gates" else np.concatenate([c, b, x, z]))
 
-    def _run(
-        self, layer: LayerWeights, projected: Array, gates: Array, state: DeltaState, batch: TokenBatch
-    ) -> tuple[tuple[Array, Array], DeltaState]:
-        """Convolve the projected rows and apply the rule; `Recurrent._run`. The arrays are those of S C and of x."""
-        taps, inputs = taps_of(state.inputs, projected[..., : self.conv_size], self.taps, batch)
-        made = partial(self._tokens, layer, state.records.keys.dtype, is_apart(batch))
-        new, x = by_token(made, batch.numerics, taps, gates)
-        new = jax.tree.map(lambda rows: jnp.swapaxes(rows, 1, 2), new)
-        outputs, state = run_tokens(state._replace(inputs=inputs), new, batch)
-        return (jnp.swapaxes(outputs, 1, 2), x), state
+    def _factors_and_decays(self, layer: LayerWeights, gates: Array) -> tuple[Array, Array]:
+        """Return the steps and the log decays; `Recurrent._factors_and_decays`."""
+        assert layer.dt_bias is not None and layer.a_log is not None
+        steps = jax.nn.softplus(gates + layer.dt_bias)
+        return steps, steps * -jnp.exp(layer.a_log)
 
     def _tokens(
         self,
         layer: LayerWeights,
         dtype: Any,
+        numerics: Numerics,
         apart: bool,
         taps: Float[Array, "*rows taps channels"],
-        steps: Float[Array, "*rows heads"],
+        gates: Array,
     ) -> tuple[DeltaTokens, Float[Array, "*rows heads value_dim"]]:
-        """Return the inputs of the rule, [*rows, heads, ...], and the channels x of each head.
-
-        Args:
-            layer: weights of the layer.
-            dtype: dtype of B, C, x and dt x.
-            apart: write the sums of the convolution to memory before all else.
-            taps: inputs of the convolution.
-            steps: products of which the steps are made.
-        """
-        assert layer.conv is not None and layer.dt_bias is not None and layer.a_log is not None
+        """Return the inputs of the rule, and the channels x of each head; `Recurrent._tokens`."""
+        assert layer.conv is not None
         sums = convolved(taps, layer.conv)
         sums = sums if layer.conv_bias is None else sums + layer.conv_bias.astype(jnp.float32)
         mixed = jax.nn.silu(sums).astype(dtype)
         mixed = jax.lax.optimization_barrier(mixed) if apart else mixed
         c, b, x = jnp.split(mixed, (self.key_size, 2 * self.key_size), axis=-1)
         c, b, x = heads_of(c, self.key_heads), heads_of(b, self.key_heads), heads_of(x, self.value_heads)
-        steps = jax.nn.softplus(steps + layer.dt_bias)
+        steps, decays = self._factors_and_decays(layer, gates)
         values = (steps[..., None] * x.astype(jnp.float32)).astype(dtype)
-        return DeltaTokens(c, b, values, steps * -jnp.exp(layer.a_log), None), x
+        return DeltaTokens(c, b, values, decays, None), x
 
     def _gated(
         self, layer: LayerWeights, eps: float, dtype: Any, batch: TokenBatch, gate: Array, *rows: Array

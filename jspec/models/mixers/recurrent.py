@@ -6,21 +6,25 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from convert.huggingface import MapRow
+from jspec.core.numerics import Numerics
 from jspec.core.records import PromptBatch, TokenBatch
 from jspec.models.mixers.mixer import Mixer
 from jspec.models.mixers.short_conv import squeezed_taps
-from jspec.models.parts.conv_state import ConvState
-from jspec.models.parts.delta_state import DeltaState
+from jspec.models.parts.conv_state import ConvState, taps_of
+from jspec.models.parts.delta_nodes import run_nodes, takes_kernels
+from jspec.models.parts.delta_state import DeltaState, run_tokens
 from jspec.models.parts.kv_pool import MAX_POOL_ELEMENTS, PoolShape
 from jspec.models.parts.layer_weights import LayerWeights
 from jspec.models.parts.layers import by_token, product, small_product
+from pallas_kernels.layers.hopper import choose_compiled
 from pallas_kernels.layers.partial_sums import reduce_partials
 from pallas_kernels.layers.weights import Inputs, QuantizedActivation
-from pallas_kernels.recurrent.records import EVERY
+from pallas_kernels.recurrent.records import EVERY, DeltaTokens
 
 
 @dataclass(frozen=True)
@@ -32,10 +36,10 @@ class Recurrent(Mixer):
         value_heads: number of value heads, each with a state; successive ones share a key head.
         key_dim, value_dim: number of channels of a key head and of a value head.
         taps: number of tokens that a sum of the convolution has, the token's own included.
-        products: number of rows of a token that are multiplied by the state, its query and perhaps its key.
+        corrects: whether the rule corrects values by what their keys, of length 1, read of the state.
     """
 
-    products: ClassVar[int] = 2
+    corrects: ClassVar[bool] = True
     key_heads: int
     value_heads: int
     key_dim: int
@@ -92,7 +96,8 @@ class Recurrent(Mixer):
         state, tail = self.value_size * self.key_dim, min(context, (EVERY - 1) / 2)
         record = (self.key_size + self.value_size) * sizes[1] + 4 * self.value_heads
         inputs = (nodes + self.taps - 1) * self.conv_size * sizes[1]
-        return 4 * state * (1 + tokens / EVERY) + (tail + nodes) * record + inputs, 2 * self.products * nodes * state
+        flops = 2 * (1 + self.corrects) * nodes * state
+        return 4 * state * (1 + tokens / EVERY) + (tail + nodes) * record + inputs, flops
 
     def mix(
         self, layer: LayerWeights, x: Inputs, state: DeltaState, batch: TokenBatch, dtype: jnp.dtype, *, eps: float
@@ -107,16 +112,61 @@ class Recurrent(Mixer):
 
     def _run(
         self, layer: LayerWeights, projected: Array, gates: Array, state: DeltaState, batch: TokenBatch
-    ) -> tuple[tuple[Array, ...], DeltaState]:
+    ) -> tuple[tuple[Array, Array], DeltaState]:
         """Convolve the projected rows and apply the rule.
 
         Args:
             layer, state, batch: as for `Mixer.mix`.
             projected: queries, keys and values of all heads before the convolution, then the output gate.
-            gates: what decays are made of, and rates if the rule has them, [batch, tokens, ...].
+            gates: what decays and factors of values are made of, [batch, tokens, ...].
 
         Returns:
-            Arrays [batch, tokens, ...] of which `_gated` makes the output, and the new state.
+            The outputs and the values before their factors, [batch, tokens, heads, value_dim], and the new state.
+        """
+        numerics = batch.numerics
+
+        def reference(projected: Array, gates: Array, state: DeltaState, batch: TokenBatch) -> Any:
+            taps, inputs = taps_of(state.inputs, projected[..., : self.conv_size], self.taps, batch)
+            made = partial(self._tokens, layer, state.records.keys.dtype, numerics, is_apart(batch))
+            new, values = by_token(made, numerics, taps, gates)
+            new = jax.tree.map(lambda rows: jnp.swapaxes(rows, 1, 2), new)
+            outputs, state = run_tokens(state._replace(inputs=inputs), new, batch)
+            return (jnp.swapaxes(outputs, 1, 2), values), state
+
+        def kernel(projected: Array, gates: Array, state: DeltaState, batch: TokenBatch, *, interpret: Any) -> Any:
+            assert layer.conv is not None
+            # Sums are added up before they are laid out: else each element of the layout adds up parts by itself.
+            factors = self._factors_and_decays(layer, jax.lax.optimization_barrier(gates))
+            options = dict(corrects=self.corrects, interpret=interpret)
+            return run_nodes(state, projected, *factors, layer.conv, batch, bias=layer.conv_bias, **options)
+
+        arguments = projected, gates, state, batch
+        if takes_kernels(state, projected, self.taps, batch):
+            return choose_compiled(numerics.options["implementation"], kernel, reference, *arguments)
+        return reference(*arguments)
+
+    def _factors_and_decays(self, layer: LayerWeights, gates: Array) -> tuple[Array, Array]:
+        """Return the factors of values and the log decays of the rule from their sums, [*rows, heads]."""
+        raise NotImplementedError
+
+    def _tokens(
+        self,
+        layer: LayerWeights,
+        dtype: Any,
+        numerics: Numerics,
+        apart: bool,
+        taps: Float[Array, "*rows taps channels"],
+        gates: Array,
+    ) -> tuple[DeltaTokens, Float[Array, "*rows heads value_dim"]]:
+        """Return the inputs of the rule, [*rows, heads, ...], and the values before their factors.
+
+        Args:
+            layer: weights of the layer.
+            dtype: dtype of queries, keys and values.
+            numerics: whether bits may depend on the batch.
+            apart: round the sums of the convolution to ``dtype``, and write them to memory before all else.
+            taps: inputs of the convolution.
+            gates: as for `_run`.
         """
         raise NotImplementedError
 
@@ -128,7 +178,7 @@ class Recurrent(Mixer):
         Args:
             layer, eps, dtype, batch: as for `Mixer.mix`.
             gate: the output gate.
-            rows: what `_run` returned.
+            rows: what `_run` returned, the outputs and the values before their factors.
         """
         raise NotImplementedError
 

@@ -18,7 +18,7 @@ from pallas_kernels.layers.experts.expert_matmul import Gate
 from pallas_kernels.layers.experts.expert_mlp import ExpertMlp, expert_mlp
 from pallas_kernels.layers.experts.routing import route
 from pallas_kernels.layers.partial_sums import reduce_partials, sum_f32, with_scales
-from pallas_kernels.layers.quantize_rows import gated
+from pallas_kernels.layers.quantize_rows import activate, gated
 from pallas_kernels.layers.shard import AXIS, Shard
 from pallas_kernels.layers.split_matmul import split_matmul
 from pallas_kernels.layers.weights import Inputs, QuantizedActivation
@@ -123,7 +123,8 @@ def shared_sums(
     """
     if is_joined(config, layer):
         gate_up, rows, first = dense_weights(config, layer)
-        inner = gated(plain_product(x, gate_up, x.dtype), config.activation)
+        inner = plain_product(x, gate_up, x.dtype)
+        inner = gated(inner, config.activation) if config.is_gated else activate(inner, config.activation)
         sums = with_scales(split_matmul(inner, rows, first=first, implementation=numerics.implementation))
     else:
         assert layer.gate_up is not None and layer.down is not None

@@ -151,7 +151,7 @@ class Experts:
     def shared_count(self) -> int:
         """Number of experts that the shared one may be, whose outputs add up to its own; 0: it cannot be any."""
         is_alike = self.shared % self.width == 0 and self.limit is None and not self.bias and not self.has_norms
-        is_alike = is_alike and self.is_gated and self.latent is None
+        is_alike = is_alike and self.latent is None
         return self.shared // self.width if is_alike else 0
 
     def row_size(self, hidden: int) -> int:

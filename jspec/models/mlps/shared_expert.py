@@ -45,9 +45,9 @@ def _can_join(config: Experts, layer: Mapping[str, Any]) -> bool:
     weights = [layer.get(name) for name in (*PAIRS, *PAIRS.values())]
     if not config.shared_count or any(weight is None or isinstance(weight, Quantized) for weight in weights):
         return False
-    count, twice, hidden = layer["experts_gate_up"].shape
-    is_small = 3 * config.shared * hidden <= MOST_SHARED
-    is_addressable = (count + config.shared_count) * twice * hidden <= MOST_ELEMENTS
+    count, rows, hidden = layer["experts_gate_up"].shape
+    is_small = (3 if config.is_gated else 2) * config.shared * hidden <= MOST_SHARED
+    is_addressable = (count + config.shared_count) * rows * hidden <= MOST_ELEMENTS
     is_alike = len({weight.dtype for weight in weights if weight is not None}) == 1
     if config.gates_shared:
         is_alike &= layer["router"].dtype == layer["shared_gate"].dtype
@@ -83,7 +83,8 @@ def check_apart(record: Any) -> None:
 
 
 def dense_weights(config: Experts, layer: Any) -> tuple[Float[Array, "both hidden"], Float[Array, "rows shared"], int]:
-    """Return gate and up of a joined shared expert, an array whose last rows are its down projection, and their first.
+    """Return gate and up, or up alone, of a joined shared expert, an array whose last rows are its down projection, and
+    their first.
 
     The second array is that of all experts in another shape: a kernel would need a copy of a part of an array.
     """

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from jspec.core.records import PromptBatch, TokenBatch
 from jspec.models.parts.conv_state import input_places
-from jspec.models.parts.delta_state import DeltaState, Outputs
+from jspec.models.parts.delta_state import DeltaState
 from jspec.models.parts.slot_rows import ancestor_mask
 from pallas_kernels.layers.hopper import HEIGHT
 from pallas_kernels.recurrent import delta_kernel, inputs_kernel
@@ -18,6 +18,8 @@ from pallas_kernels.recurrent.delta_cta import UNIT
 from pallas_kernels.recurrent.delta_kernel import MOST_NODES
 from pallas_kernels.recurrent.delta_rounds import committed_factors, counts_of
 from pallas_kernels.recurrent.inputs_kernel import NodeRows
+
+OfNodes = Float[Array, "batch nodes heads value_dim"]
 
 
 def takes_kernels(
@@ -39,21 +41,25 @@ def run_nodes(
     weight: Float[Array, "conv_channels taps"],
     batch: TokenBatch,
     *,
+    bias: Float[Array, "conv_channels"] | None = None,
+    corrects: bool = True,
     interpret: Any = False,
-) -> tuple[Outputs, DeltaState]:
+) -> tuple[tuple[OfNodes, OfNodes], DeltaState]:
     """Convolve the projected rows of a round's nodes, and apply the gated delta rule.
 
     Args:
         state: state of the layer.
         projected: queries, keys and values of all heads before the convolution, then channels that are not read.
-        rates: rates of the rule, float32.
+        rates: factors of values in the state, float32: rates of the rule, or steps of Mamba 2.
         decays: log decays, float32.
         weight: taps of the convolution.
         batch: the nodes.
+        bias: bias of the convolution; None: it has none.
+        corrects: whether the rule corrects values, and norms keys and queries.
         interpret: False, or jax's parameters for interpreting the kernels and detecting races.
 
     Returns:
-        The outputs in float32, and the state with records and inputs of the nodes.
+        The outputs in float32 and the values before their factors, and the state with records and inputs of the nodes.
     """
     assert batch.slots is not None, "rounds have slots"
     slots, lengths, ring = batch.slots, batch.first_row, state.records
@@ -62,10 +68,11 @@ def run_nodes(
     behind, projected = jax.lax.optimization_barrier((behind, projected))
     counts = counts_of(batch.valid, slots, state.slots)
     rows = _node_rows(projected, rates, decays, weight.shape[1], counts, batch)
-    nodes, ring, inputs = inputs_kernel.prepare(rows, weight, ring, state.inputs.inputs, interpret=interpret)
+    options: Any = dict(corrects=corrects, interpret=interpret)
+    nodes, ring, inputs = inputs_kernel.prepare(rows, weight, ring, state.inputs.inputs, bias, **options)
     outputs, values = delta_kernel.verify(state.state, ring, slots, lengths, behind, counts, nodes, interpret=interpret)
     state = state._replace(records=ring._replace(values=values), inputs=state.inputs._replace(inputs=inputs))
-    return jnp.swapaxes(outputs[:, : projected.shape[1]], 1, 2), state
+    return (outputs[:, : projected.shape[1]], nodes.values[:, : projected.shape[1]]), state
 
 
 def _node_rows(projected: Array, rates: Array, decays: Array, taps: int, counts: Array, batch: TokenBatch) -> NodeRows:

@@ -16,13 +16,13 @@ from jspec.tools.options import LOOKUP
 T = TypeVar("T")
 Option = tuple[tuple[str, ...], dict[str, Any]]  # arguments of `argparse.ArgumentParser.add_argument`
 SHAPES = (  # names of `random_models.TARGETS`
-    *("deepseek-v2-lite", "gemma3-12b", "gemma4-26b-a4b", "gpt-oss-20b", "least", "llama3-70b", "llama3-8b"),
-    *("nemotron3-nano", "qwen3-30b-a3b", "qwen3-8b", "qwen3.5-35b-a3b", "qwen3.8-27b"),
+    *("deepseek-v2-lite", "gemma3-12b", "gemma4-26b-a4b", "glm4.7-flash", "gpt-oss-20b", "least", "llama3-70b"),
+    *("llama3-8b", "nemotron3-nano", "qwen3-30b-a3b", "qwen3-8b", "qwen3.5-35b-a3b", "qwen3.8-27b"),
     *("tiny", "tiny-gemma3", "tiny-hybrid", "tiny-mla", "tiny-moe"),
 )
 EXPERTS = (
-    *("deepseek-v2-lite", "gemma4-26b-a4b", "gpt-oss-20b", "nemotron3-nano", "qwen3-30b-a3b", "qwen3.5-35b-a3b"),
-    *("tiny-mla", "tiny-moe"),
+    *("deepseek-v2-lite", "gemma4-26b-a4b", "glm4.7-flash", "gpt-oss-20b", "nemotron3-nano", "qwen3-30b-a3b"),
+    *("qwen3.5-35b-a3b", "tiny-mla", "tiny-moe"),
 )
 DENSE = tuple(name for name in SHAPES if name not in EXPERTS)
 DEFAULT_SHAPE = "default: tiny on a CPU, llama3-8b elsewhere"  # words of the help
@@ -146,6 +146,7 @@ STEP = (
     option("--drafter", choices=DRAFTERS, default="eagle3", help="kind of the head"),
     option("--deterministic", action="store_true", help="steps whose tokens are the same in every program"),
     option("--tensor-parallel", type=int, default=1, metavar="N", help="devices over which weights are divided"),
+    option("--adapters", type=ints, default=[0], metavar="0,8", help="LoRA adapters of rank 16, one for each row"),
     option("--sampled", action="store_true", help="temperature 1 instead of greedy"),
     option("--profile", type=Path, metavar="DIR", help="trace steps of each table row into DIR/ROW; default: no trace"),
 )

@@ -58,6 +58,8 @@ TINY_HYBRID |= dict(linear_key_head_dim=16, linear_value_head_dim=16)
 NANO = dict(hybrid_override_pattern="MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME", mamba_num_heads=64)
 NANO |= dict(n_routed_experts=128, num_experts_per_tok=6, moe_intermediate_size=1856, routed_scaling_factor=2.5)
 NANO |= dict(moe_shared_expert_intermediate_size=3712, vocab_size=131072, max_position_embeddings=262144)
+GLM_FLASH = dict(n_routed_experts=64, num_experts_per_tok=4, moe_intermediate_size=1536, vocab_size=154880)
+GLM_FLASH |= dict(max_position_embeddings=202752)
 TARGETS = {
     "llama3-8b": _published("llama", 4096, 14336, 32, (32, 8, 128), **LLAMA3),
     "llama3-70b": _published("llama", 8192, 28672, 80, (64, 8, 128), **LLAMA3),
@@ -66,6 +68,7 @@ TARGETS = {
     "qwen3.8-27b": _published("qwen3_5_text", 5120, 17408, 64, (24, 4, 256), linear_num_value_heads=48, **HYBRID),
     "qwen3.5-35b-a3b": _published("qwen3_5_moe_text", 2048, 5632, 40, (16, 2, 256), **HYBRID),
     "nemotron3-nano": _published("nemotron_h", 2688, 1856, 52, (32, 2, 128), **NANO),
+    "glm4.7-flash": _published("glm4_moe_lite", 2048, 10240, 47, (20, 20, 64), **GLM_FLASH),
     "gpt-oss-20b": _published("gpt_oss", 2880, 2880, 24, (64, 8, 64), **GPT_OSS),
     "gemma3-12b": _published("gemma3_text", 3840, 15360, 48, (16, 8, 256), vocab_size=262208, sliding_window=1024),
     "gemma4-26b-a4b": _published("gemma4_text", 2816, 2112, 30, (16, 8, 256), final_logit_softcapping=30.0, **GEMMA4),

@@ -26,6 +26,7 @@ from jspec.draft.auto import DRAFTERS
 from jspec.draft.base import Drafter, NoDraft
 from jspec.draft.dflash_head import DFlashHead
 from jspec.draft.eagle_head import EagleHead
+from jspec.models.adapters import empty_tables
 from jspec.models.decoder import Model
 from jspec.models.parts.kv_pool import PoolShape
 from jspec.models.weights.tensor_parallel import mesh_of, place
@@ -41,6 +42,7 @@ GROUP = 32  # steps dispatched between two looks at the clock; only the first on
 GROUPS = 12
 UNHINDERED = 8  # first dispatches of a group, in which the host does not yet wait for the device
 WARM_UP = 3
+RANK = 16  # of adapters
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class StepCase:
     drafter: Annotated[str, Column("drafter")] = "eagle3"  # kind of the head, by its name in `random_models.HEADS`
     deterministic: bool = False
     tensor_parallel: Annotated[int, Column("devices")] = 1  # number of devices over which weights are divided
+    adapters: Annotated[int, Column("adapters")] = 0  # tables of rank `RANK`, from which the rows choose in turn
 
     tree_depth = property(lambda self: self.tree.depth if self.tree else 0)
 
@@ -107,7 +110,9 @@ def build(case: StepCase, target: Model, head: EagleHead | DFlashHead | None) ->
     pool = replace(pool, round_rows=drafter.tree.nodes, state_dtype=case.dtype)
     pool = replace(pool, pages=case.batch * pool.width(drafter.tree) + 1)
     params = Params(target=target, draft=drafter.bind(target))
-    return program, params if mesh is None else place(params, mesh), pool
+    params = params if mesh is None else place(params, mesh)
+    tables = empty_tables(target, case.adapters, RANK) if case.adapters else None
+    return program, replace(params, adapters=tables), pool
 
 
 def compile_step(program: Program, params: Params, state: Any, batch: int) -> Any:
@@ -212,13 +217,14 @@ def filled_state(state: SlotState, case: StepCase) -> SlotState:
     target, draft = jax.tree.map(fill, (state.target, state.draft), is_leaf=lambda part: isinstance(part, LayerState))
     temperature = state.sampling.temperature if case.greedy else state.sampling.temperature + 1
     cap = jnp.full(rows, max(case.tree_depth, 1), jnp.int32)
+    adapter = (1 + jnp.arange(rows, dtype=jnp.int32) % case.adapters) * bool(case.adapters)
     filled = replace(
         state,
         root=jnp.asarray(rng.integers(0, random_models.target_config(case.shape).vocab_size, rows), jnp.int32),
         active=jnp.arange(rows) < rows - case.idle,
         remaining=jnp.full(rows, 2**30, jnp.int32),
         page_table=jnp.asarray(1 + np.arange(rows * width).reshape(rows, width), jnp.int32),
-        sampling=replace(state.sampling, temperature=temperature, draft_cap=cap),
+        sampling=replace(state.sampling, temperature=temperature, draft_cap=cap, adapter=adapter),
         target=target,
         draft=draft,
     )

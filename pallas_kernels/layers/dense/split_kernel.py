@@ -2,7 +2,8 @@
 
 import functools
 import math
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -85,8 +86,13 @@ def _is_split_again(rows: int, out: int, inner: int, parts: int) -> bool:
     return inner // parts >= SPLIT_AGAIN and tiles < (TILES if rows >= MANY_ROWS else 2 * TILES)
 
 
-def kernel_sizes(rows: int, out: int, inner: int, dtype: jnp.dtype, weight_bytes: int) -> SplitSizes | None:
-    """Returns the sizes of the kernel's programs; None if XLA multiplies. The arguments are those of `parts_of`."""
+def kernel_sizes(
+    rows: int, out: int, inner: int, dtype: jnp.dtype, weight_bytes: int, *, extra: int = 0
+) -> SplitSizes | None:
+    """Returns the sizes of the kernel's programs; None if XLA multiplies.
+
+    The arguments are those of `parts_of`, and the number of `extra` programs in each part of k.
+    """
     if rows > MOST_ROWS or dtype not in DTYPES or not LEAST_OUT <= out <= WIDEST_OUT or inner < LEAST_INNER:
         return None
     if weight_bytes == 2 and out % LONG.tile == 0:
@@ -94,7 +100,8 @@ def kernel_sizes(rows: int, out: int, inner: int, dtype: jnp.dtype, weight_bytes
             programs = out // LONG.tile * parts
             least = LEAST_UNDIVIDED if parts == 1 else LEAST_PROGRAMS
             if programs >= least and inner % (LONG.columns * parts) == 0:
-                return LONG._replace(parts=parts, stages=4 if programs <= _most_programs(rows) else 3)
+                stages = 4 if programs + extra * parts <= _most_programs(rows) else 3
+                return LONG._replace(parts=parts, stages=stages)
     tile, columns = _out_tile(rows, out), INNER_BYTES // weight_bytes
     if out % tile or inner % columns:
         return None
@@ -109,6 +116,11 @@ def _most_programs(rows: int) -> int:
     """Returns the number of programs with four stages that the GPU runs at once; only Hopper GPUs were timed."""
     count = hopper.multiprocessors()
     return TILES if count is None else count * (2 if rows <= TWO_PROGRAMS else 1)
+
+
+def run_at_once(blocks: int, sizes: SplitSizes) -> bool:
+    """Returns whether the GPU runs a number of programs in each part of k at once, two on a multiprocessor."""
+    return blocks * sizes.parts <= 2 * (hopper.multiprocessors() or TILES)
 
 
 def _out_tile(rows: int, out: int) -> int:
@@ -134,11 +146,8 @@ def _kernel(
     # read, if it was passed; output: parts_ref [parts, T, N]
     # static parameters
     scales,  # number of scale arrays
-    rows,  # T
-    steps,  # loop iterations per part of k
-    tile,  # columns of an output tile
-    inner,  # values of k per loop iteration
-    first,  # first row of the weight that is multiplied
+    **sizes,  # rows: T; steps: loop iterations per part of k; tile: columns of an output tile; inner: values of k per
+    # iteration; first: first row of the weight that is multiplied
 ):
     """Computes one output tile, summed over one part of k, in one Pallas program.
 
@@ -147,6 +156,24 @@ def _kernel(
     """
     *scale_refs, parts_ref = refs[:scales] + refs[-1:]
     block, part = pl.program_id(0), pl.program_id(1)
+    multiply_tile(x_ref, weight_ref, scale_refs, parts_ref, block=block, part=part, **sizes)
+
+
+def multiply_tile(
+    x_ref: Any,
+    weight_ref: Any,
+    scale_refs: Sequence[Any],
+    parts_ref: Any,
+    *,
+    block: Array,
+    part: Array,
+    rows: int,
+    steps: int,
+    tile: int,
+    inner: int,
+    first: int,
+) -> None:
+    """Computes one output tile over one part of k; the arguments are those of `_kernel`, and the program's indices."""
     row = jnp.arange(max(pl.next_power_of_2(rows), FEW_ROWS))
     is_row = (row < rows)[:, None]
     out = block * tile + jnp.arange(tile)

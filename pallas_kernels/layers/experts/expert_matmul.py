@@ -45,7 +45,7 @@ MOST_ELEMENTS = 2**31  # addresses in a weight are 32-bit integers, the last one
 class Gate(NamedTuple):
     """How an expert joins gate g and up u: activation(g) * u, or with a limit g * sigmoid(alpha * g) * (u + 1).
 
-    An expert without a gate has activation(u); then no product joins anything.
+    An expert without a gate has activation(u).
     """
 
     activation: Activation = "silu"
@@ -53,8 +53,15 @@ class Gate(NamedTuple):
     alpha: float = 1.0  # factor of g in the sigmoid, with a limit
     exists: bool = True  # whether there is a gate
 
-    def join(self, gate: Array, up: Array) -> Array:
-        """Returns the joined values, inside or outside of a kernel."""
+    @property
+    def halves(self) -> int:
+        """Number of rows of the weight for each column of the result."""
+        return 1 + self.exists
+
+    def join(self, gate: Array, up: Array | None = None) -> Array:
+        """Returns the joined values, inside or outside of a kernel; without a gate those of up alone."""
+        if up is None:
+            return activate(gate, self.activation)
         if self.limit is None:
             return activate(gate, self.activation) * up
         gate, up = jnp.minimum(gate, self.limit), jnp.minimum(jnp.maximum(up, -self.limit), self.limit)
@@ -117,7 +124,7 @@ def _multiply(refs, columns, expert, choices, *, experts, sums, gate):
 
     @pl.when(has_choices & (expert < experts))
     def multiply():
-        halves = [columns, width + columns] if gate else [columns]
+        halves = [columns, width + columns] if gate and gate.exists else [columns]
         totals = sums(refs, expert, halves, named % rows)
         for name in ("scale", "bias"):
             if name in refs:
@@ -138,10 +145,11 @@ def _pallas(x, weight, bias, factors, chosen, *, gate, dtype, deterministic, sha
     (experts, out, _), flat = weight.shape, x.reshape(-1, x.shape[-1])
     if step := _packed_step(weight):
         flat = ordered(flat, step)
-    width = out // 2 if gate else out
-    tile = TILE if gate or width % (2 * TILE) else 2 * TILE
+    is_gated = gate is not None and gate.exists
+    width = out // 2 if is_gated else out
+    tile = TILE if is_gated or width % (2 * TILE) else 2 * TILE
     planned = plan(chosen.ravel(), experts, is_packed=step is not None, deterministic=deterministic)
-    is_alone = gate and width // tile * planned.programs <= (multiprocessors() or 0)
+    is_alone = is_gated and width // tile * planned.programs <= (multiprocessors() or 0)
     values, optional = _stored(weight)
     optional |= {"bias": bias, "factors": None if factors is None else factors.ravel()}
     optional = {name: array for name, array in optional.items() if array is not None}
@@ -168,9 +176,10 @@ def _pallas(x, weight, bias, factors, chosen, *, gate, dtype, deterministic, sha
     return products.reshape(*chosen.shape, width)
 
 
-def _hopper(*arguments, interpret, **options):
-    (sums,) = expert_kernel.multiply_chosen(*arguments, interpret=interpret, **options)
-    return sums
+def _hopper(*arguments, gate, interpret, **options):
+    joined = gate if gate is not None and gate.exists else None
+    (sums,) = expert_kernel.multiply_chosen(*arguments, gate=joined, interpret=interpret, **options)
+    return sums if gate is joined else gate.join(sums)
 
 
 def _stored(weight):
@@ -266,10 +275,10 @@ def expert_matmul(
 
     Args:
         x: a row's activations for all of its experts, or for each of them.
-        weight: weights of all experts; with a gate, gate above up [experts, 2 * width, inner]. Quantised ones have a
-            scale for each row, or scales of groups, as packed ones (`int4`, `mxfp4`) have.
+        weight: weights of all experts; an existing gate is above up [experts, 2 * width, inner]. Quantised ones have
+            a scale for each row, or scales of groups, as packed ones (`int4`, `mxfp4`) have.
         chosen: experts of each row; of an index outside of 0 to experts - 1 the result is 0.
-        gate: how gate and up are joined; None: the product is returned.
+        gate: how gate and up are joined, or the activation of up; None: the product is returned.
         bias: bias of each expert's product; None: none.
         factors: factor of the result of each choice, in float32; None: none.
         dtype: dtype of the result; None: that of x.
@@ -280,14 +289,14 @@ def expert_matmul(
     Raises:
         NotImplementedError: implementation is "pallas", and the kernel does not support the weights.
     """
-    options = {"gate": gate, "dtype": dtype or x.dtype}
+    options, is_gated = {"gate": gate, "dtype": dtype or x.dtype}, gate is not None and gate.exists
     assert shared < 2 or not isinstance(weight, Quantized)
     kernel, reference = (
         functools.partial(run, shared=shared, deterministic=deterministic, **options)
         for run in (_pallas, expert_reference.reference)
     )
-    unsupported = unsupported_experts(weight, x.dtype, gated=gate is not None)
-    if not deterministic and (tiles := packed_tiles(weight, x.dtype, chosen.shape, gated=gate is not None)):
+    unsupported = unsupported_experts(weight, x.dtype, gated=is_gated)
+    if not deterministic and (tiles := packed_tiles(weight, x.dtype, chosen.shape, gated=is_gated)):
         kernel = functools.partial(_hopper, tiles=tiles, **options)
         return choose_compiled(implementation, kernel, reference, x, weight, bias, factors, chosen)
     return dispatch(implementation, unsupported, kernel, reference, x, weight, bias, factors, chosen)

@@ -14,7 +14,6 @@ from pallas_kernels.layers.experts.expert_rows import gather_blocks
 from pallas_kernels.layers.experts.expert_tiling import packed_tiles
 from pallas_kernels.layers.hopper import choose_compiled
 from pallas_kernels.layers.packed.int4_tiling import Int4Tiles
-from pallas_kernels.layers.quantize_rows import activate
 from pallas_kernels.layers.weights import Quantized
 
 PARTS = (1, 2)  # parts of k of the product with down, added up together with the outputs of a row's experts
@@ -29,11 +28,11 @@ class ExpertMlp(NamedTuple):
     down_bias: Float[Array, "experts hidden"] | None = None
 
 
-def _products(x, weights, factors, chosen, *, gate, **options):
-    joined = gate if gate.exists else None
-    inner = expert_matmul(x, weights.gate_up, chosen, gate=joined, bias=weights.gate_up_bias, **options)
-    inner = inner if gate.exists else activate(inner, gate.activation)
-    return expert_matmul(inner, weights.down, chosen, bias=weights.down_bias, factors=factors, **options)
+def _products(x, weights, factors, chosen, *, gate, shared=0, **options):
+    # Without gates the rows of shared experts lie one expert after another in the first product too.
+    of_gates = shared if gate.exists else 0
+    inner = expert_matmul(x, weights.gate_up, chosen, gate=gate, bias=weights.gate_up_bias, shared=of_gates, **options)
+    return expert_matmul(inner, weights.down, chosen, bias=weights.down_bias, factors=factors, shared=shared, **options)
 
 
 def multiply_packed(

@@ -47,8 +47,8 @@ def reference(x, weight, bias, factors, chosen, *, gate, dtype, deterministic, s
     def values_of(expert):
         if shared < 2:
             return _values_of(weight, expert, x.dtype)
-        (_, out, inner), width = weight.shape, weight.shape[1] // (2 if gate else 1)
-        rows = rows_of(expert, jnp.arange(width), (experts, out), gated=gate is not None, shared=shared)
+        (_, out, inner), halves = weight.shape, gate.halves if gate else 1
+        rows = rows_of(expert, jnp.arange(out // halves), (experts, out), gated=halves > 1, shared=shared)
         return weight.reshape(-1, inner)[jnp.concatenate(rows)].astype(x.dtype), None
 
     def block(expert, choices):
@@ -60,7 +60,7 @@ def reference(x, weight, bias, factors, chosen, *, gate, dtype, deterministic, s
         sums = jnp.einsum("tk,nk->tn", rows.astype(values.dtype), values, **exact)
         sums = sums if scale is None else sums * scale
         sums = sums if bias is None else sums + bias[existing].astype(jnp.float32)
-        sums = gate.join(*jnp.split(sums, 2, axis=-1)) if gate else sums
+        sums = gate.join(*jnp.split(sums, gate.halves, axis=-1)) if gate else sums
         sums = sums if factors is None else sums * factors.ravel()[choices][:, None]
         return jax.lax.optimization_barrier(jnp.where(expert < experts, sums, 0).astype(dtype))
 

@@ -1,0 +1,208 @@
+"""Compare products with low-rank adapters by kernels and by XLA with float64, and check launches on an H200."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import gated_matmul, split_matmul
+from pallas_kernels.layers.adapted import Adapted
+from pallas_kernels.layers.dense.low_rank_kernels import sizes_of_both
+from pallas_kernels.layers.formats import quantize
+from pallas_kernels.layers.low_rank import MOST_ROWS, add_low_rank, has_kernel
+from pallas_kernels.layers.partial_sums import Scaled
+from tests.reference.activations import ACTIVATIONS
+from tests.support import cover
+from tests.support.arrays import on_device
+from tests.support.gpus import GPUS, compile_for
+from tests.support.h200 import compile_for_h200
+
+BF16, F32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
+TABLES, RANK = 3, 4
+FUSED, ONE, ODD = (128, 64, 64), (256,), (160, 96)  # rows of the modules of a weight; 160 is no multiple of a tile
+
+
+def problem(
+    shape: tuple[int, ...], modules: tuple[int, ...], inner: int = 192, *, rank: int = RANK, seed: int = 0
+) -> tuple[jax.Array, Adapted]:
+    """Return activations [*shape, inner] and a weight whose rows choose tables at random, some of them none."""
+    rng, out, width = np.random.default_rng(seed), sum(modules), rank * len(modules)
+    columns = -(-TABLES * width // 64) * 64
+    starts, b = np.cumsum([0, *modules]), np.zeros((out, columns))
+    for table in range(TABLES):
+        for index, rows in enumerate(modules):
+            column = table * width + index * rank
+            b[starts[index] : starts[index + 1], column : column + rank] = rng.normal(size=(rows, rank))
+    x, a, w = (rng.normal(size=size) for size in ((*shape, inner), (columns, inner), (out, inner)))
+    arrays = [on_device(values, BF16) for values in (w / np.sqrt(inner), a / np.sqrt(inner), b)]
+    table = on_device(rng.permutation(np.arange(np.prod(shape)) % (TABLES + 1)).reshape(shape), jnp.int32)
+    return on_device(x, BF16), Adapted(*arrays, table, width, modules)
+
+
+def wide(array: Any) -> np.ndarray:
+    return np.asarray(array, np.float64)
+
+
+def wanted(sums: Any, x: Any, weight: Adapted) -> np.ndarray:
+    """Return sums plus the adapter of each row in float64, row by row; A x is rounded as B is."""
+    result, tables = wide(sums).copy(), np.asarray(weight.table)
+    for row in np.ndindex(tables.shape):
+        if table := tables[row]:
+            columns = slice((table - 1) * weight.width, table * weight.width)
+            inner = wide(weight.a)[columns] @ wide(x)[row]
+            result[row] += wide(weight.b)[:, columns] @ wide(inner.astype(BF16))
+    return result
+
+
+def sums_of(shape: tuple[int, ...], out: int, parts: int = 2) -> jax.Array:
+    return on_device(np.random.default_rng(1).normal(size=(parts, *shape, out)), F32)
+
+
+def error(got: Any, right: np.ndarray) -> float:
+    """Return the largest error relative to 1 + |expected value|; A x near a tie may be rounded otherwise."""
+    return float((np.abs(wide(got) - right) / (1 + np.abs(right))).max())
+
+
+@pytest.mark.parametrize(
+    ("shape", "modules", "rank", "implementation"),
+    cover.with_kernel(
+        [((2, 5), FUSED, 4), ((1, 19), ONE, 24), ((3, 1), ODD, 4), ((1, 2, 3), (128, 128), 16), ((7,), FUSED, 4)], 2
+    ),
+)
+def test_rows_of_several_tables_and_of_none_get_their_adapters(
+    shape: tuple[int, ...], modules: tuple[int, ...], rank: int, implementation: Any
+) -> None:
+    x, weight = problem(shape, modules, rank=rank)
+    sums = sums_of(shape, weight.shape[0])
+    assert has_kernel(x, weight)
+    got = add_low_rank(sums, x, weight, F32, implementation=implementation)
+    right = wanted(sums.sum(0), x, weight)
+    assert error(got, right) < 0.02
+    others = replace(weight, table=(weight.table + 1) % (TABLES + 1))
+    assert error(add_low_rank(sums, x, others, F32, implementation=implementation), right) > 0.5, (
+        "control: other tables"
+    )
+    assert error(sums.sum(0), right) > 0.5, "control: without adapters"
+
+
+@pytest.mark.parametrize("implementation", ["pallas", "reference"])
+def test_gate_is_applied_to_a_product_with_adapters(implementation: Any) -> None:
+    x, weight = problem((2, 5), (128, 128))
+    sums = sums_of((2, 5), 256, parts=1)
+    gate, up = np.split(wanted(sums[0], x, weight), 2, axis=-1)
+    for name in ("silu", "gelu_tanh"):
+        got = add_low_rank(sums, x, weight, F32, gate=name, implementation=implementation)
+        assert error(got, ACTIVATIONS[name](gate) * up) < 0.03
+    assert error(got, ACTIVATIONS["silu"](gate) * up) > 0.05, "control: another activation function"
+    assert error(got, ACTIVATIONS["gelu_tanh"](up) * gate) > 0.5, "control: gate and up exchanged"
+
+
+def test_sums_of_float8_are_scaled_before_adapters_are_added() -> None:
+    x, weight = problem((2, 5), FUSED)
+    rng, sums = np.random.default_rng(2), sums_of((2, 5), 256)
+    rows, columns = (on_device(rng.uniform(1, 3, size), F32) for size in ((2, 5), (256,)))
+    scaled = wide(sums).sum(0) * wide(rows)[..., None] * wide(columns)
+    got = add_low_rank(Scaled(sums, rows, columns), x, weight, F32, implementation="pallas")
+    assert error(got, wanted(scaled, x, weight)) < 0.02
+    assert error(got, wanted(sums.sum(0), x, weight)) > 0.5, "control: sums without scales"
+
+
+def test_kernels_read_the_chosen_tables_alone_and_of_b_the_columns_of_a_module() -> None:
+    """NaN in what is not read does not reach the result; XLA reads all of it."""
+    x, weight = problem((2, 5), FUSED)
+    weight = replace(weight, table=jnp.where(weight.table == 2, 0, weight.table))
+    second = slice(weight.width, 2 * weight.width)
+    a, b = np.array(weight.a), np.array(weight.b)
+    a[second] = b[:, second] = b[:128, RANK : weight.width] = np.nan
+    bad = replace(weight, a=on_device(a), b=on_device(b))
+    sums = sums_of((2, 5), 256)
+    outs = {
+        name: [np.asarray(add_low_rank(sums, x, w, F32, implementation=name)) for w in (weight, bad)]
+        for name in ("pallas", "reference")
+    }
+    np.testing.assert_array_equal(*outs["pallas"])
+    assert np.isnan(outs["reference"][1]).any(), "control"
+    unknown = add_low_rank(sums, x, replace(bad, modules=()), F32, implementation="pallas")
+    assert np.isnan(unknown[..., :128]).any(), "control: modules are not known"
+
+
+def test_bits_of_a_row_do_not_depend_on_the_tables_of_other_rows() -> None:
+    x, weight = problem((2, 5), FUSED)
+    sums = sums_of((2, 5), 256)
+    tables = [weight.table, weight.table.at[0, 1:].set((weight.table[0, 1:] + 1) % (TABLES + 1))]
+    outs = [add_low_rank(sums, x, replace(weight, table=t), F32, implementation="pallas") for t in tables]
+    np.testing.assert_array_equal(outs[0][0, 0], outs[1][0, 0])
+    assert not np.array_equal(outs[0][0, 1:], outs[1][0, 1:]), "control"
+
+
+@pytest.mark.parametrize(
+    ("shape", "modules", "inner", "kind"),
+    [((2, 5), (512, 256, 256), 2048, None), ((1, 40), (1024,), 2048, None), ((1, 5), (1024,), 2048, "fp8_dynamic")],
+)
+def test_split_product_with_adapters_is_that_of_float64(
+    shape: tuple[int, ...], modules: tuple[int, ...], inner: int, kind: Any
+) -> None:
+    """The weight's product and A x come from one kernel, unless the weight is quantised."""
+    x, weight = problem(shape, modules, inner)
+    if kind:
+        weight = replace(weight, weight=quantize(weight.weight, kind))
+    assert (sizes_of_both(shape[0] * shape[1], shape[1], weight) is not None) == (kind is None)
+    w = weight.weight if kind is None else np.asarray(weight.weight.values, np.float64) * weight.weight.scale[:, None]
+    right = wanted(wide(x) @ wide(w).T, x, weight)
+    for implementation in ("pallas", "reference"):
+        (got,) = split_matmul(x, weight, implementation=implementation)
+        assert got.dtype == F32
+        assert error(got, right) < (0.1 if kind else 0.02)
+        (plain,) = split_matmul(x, replace(weight, table=0 * weight.table), implementation=implementation)
+        assert error(plain, wide(x) @ wide(w).T) < (0.1 if kind else 0.02)
+        assert error(plain, right) > 0.5, "control: rows without adapters"
+
+
+def adapted(shape: tuple[int, ...], out: int, inner: int, modules: int, tables: int = 8, rank: int = 16) -> Any:
+    """Return the shapes of activations and of a weight of modules of equal size."""
+    width = rank * modules
+    sizes, dtypes = ((out, inner), (tables * width, inner), (out, tables * width), shape), (BF16, BF16, BF16, jnp.int32)
+    arrays = [jax.ShapeDtypeStruct(*pair) for pair in zip(sizes, dtypes, strict=True)]
+    return jax.ShapeDtypeStruct((*shape, inner), BF16), Adapted(*arrays, width, (out // modules,) * modules)
+
+
+@pytest.mark.parametrize(
+    ("shape", "multiply", "sizes", "names"),
+    [
+        ((1, 5), split_matmul, (6144, 4096, 3), ["split_matmul_low_rank", "low_rank_sum"]),
+        ((1, 60), split_matmul, (4096, 14336, 1), ["split_matmul_low_rank", "low_rank_sum"]),
+        ((32, 5), split_matmul, (4096, 4096, 1), ["low_rank_inner", "gemm", "low_rank_sum"]),
+        ((1, 5), gated_matmul, (28672, 4096, 2), ["low_rank_inner", "gemm", "low_rank_sum"]),
+    ],
+)
+def test_products_with_adapters_have_few_launches_on_an_h200(
+    shape: tuple[int, ...], multiply: Any, sizes: tuple[int, int, int], names: list[str]
+) -> None:
+    program = compile_for_h200(multiply, *adapted(shape, *sizes), fail_on_spills=True)
+    assert len(program.launches) == len(names)
+    assert [sum(name in launch.name for launch in program.launches) for name in ("low_rank_inner", "low_rank_sum")] == [
+        "low_rank_inner" in names,
+        1,
+    ]
+    assert all(program.count(name) for name in names)
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize(("rows", "rank"), [(5, 16), (100, 256)])
+def test_kernels_compiled_for_each_gpu_spill_nothing(gpu: str, rows: int, rank: int) -> None:
+    """A rank of 256 is the largest; 100 rows are multiplied by A in a launch of their own."""
+    program = compile_for(GPUS[gpu], split_matmul, *adapted((1, rows), 4096, 4096, 1, rank=rank), fail_on_spills=True)
+    assert program.count("low_rank_sum") == 1
+    assert program.count("split_matmul_low_rank" if rows == 5 else "low_rank_inner") == 1
+
+
+def test_more_rows_than_the_kernels_support_are_multiplied_by_xla() -> None:
+    few, many = (
+        compile_for_h200(split_matmul, *adapted((1, rows), 1024, 2048, 1)) for rows in (MOST_ROWS, MOST_ROWS + 1)
+    )
+    assert few.count("low_rank") == 2 and many.count("low_rank") == 0
