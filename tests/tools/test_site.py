@@ -119,6 +119,26 @@ def cache_bytes(shape: str, pages: int, slots: int) -> int:
     return tree_bytes(jax.eval_shape(lambda: kv_cache.create(target_config(shape).layers, pool, "bfloat16")))
 
 
+def test_page_of_speed_shows_every_report_as_it_was_written() -> None:
+    page, folder = (REPOSITORY / "notebooks" / "speed.md").read_text(), REPOSITORY / "notebooks" / "pictures"
+    reports = sorted(path.name for path in folder.glob("*_report"))
+    assert reports == ["demo_report", "h200_report"]
+    for name in reports:
+        assert f"](pictures/{name}/report.svg)" in page and f"](pictures/{name}/report.md)" in page
+        assert (folder / name / "report.svg").is_file()
+    written = (folder / "h200_report" / "report.md").read_text()
+    rows = re.findall(r"^\| (?:sample|mt-bench|gsm8k) .*$", written, re.M)
+    assert len(rows) == 9 and "\n".join(rows) in page
+    speed_ups = {batch: [] for batch in ("1", "8", "32")}
+    for row in rows:
+        _, _, _, batch, _, _, plain, drafted, speed_up, *_ = (cell.strip() for cell in row.split("|"))
+        assert float(drafted) / float(plain) == pytest.approx(float(speed_up), abs=0.011)
+        speed_ups[batch].append(f"{float(speed_up):.1f}")
+    first = (REPOSITORY / "README.md").read_text()
+    least, most = ({batch: choose(speed_ups[batch]) for batch in ("1", "32")} for choose in (min, max))
+    assert f"{least['1']} to {most['1']} times as fast at batch 1, {least['32']} to {most['32']} at 32" in first
+
+
 def test_pictures_are_what_their_command_draws_from_the_code(tmp_path: Path) -> None:
     pictures = runpy.run_path(str(REPOSITORY / ".ci" / "pictures.py"))
     pictures["draw"](tmp_path)
