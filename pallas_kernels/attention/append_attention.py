@@ -43,7 +43,7 @@ from pallas_kernels.attention.rope_append import (
 )
 from pallas_kernels.attention.scores import Scores
 from pallas_kernels.attention.tiling import choose_tiles
-from pallas_kernels.dispatch import Implementation, dispatch
+from pallas_kernels.dispatch import TRITON, Implementation, Kernel, dispatch
 from pallas_kernels.layers.partial_sums import PartialSums, Scaled
 from pallas_kernels.layers.quantize_rows import FP8
 from pallas_kernels.layers.weights import QuantizedActivation
@@ -209,4 +209,4 @@ def append_attention(
     if tokens > MOST_ROWS or k_pool.dtype == FP8 or isinstance(qkv, Scaled) or unsupported(q, k_pool, bits):
         return two_kernels(*arguments, implementation=implementation)
     reference = functools.partial(two_kernels, implementation="reference")
-    return dispatch(implementation, None, kernel, reference, *arguments)
+    return dispatch(implementation, [Kernel(TRITON, kernel)], reference, *arguments)

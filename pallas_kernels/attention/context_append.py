@@ -27,7 +27,7 @@ from pallas_kernels.attention.rope_append import (
     unsupported,
     written_rows,
 )
-from pallas_kernels.dispatch import Implementation, dispatch
+from pallas_kernels.dispatch import TRITON, Implementation, Kernel, dispatch
 
 
 def split_layers(
@@ -144,11 +144,12 @@ def append_layers(
         if (k_pool.shape, k_pool.dtype) != (k_pools[0].shape, k_pools[0].dtype):
             raise ValueError(f"the pools of all layers must be alike, got {k_pool.shape} beside {k_pools[0].shape}")
         check_heads(projected[None, ..., :width], k_pool, 0, transform)
+    kernels = [Kernel(TRITON, _pallas, unsupported(k_pools[0]))]
     for first in range(0, len(transforms), LAYERS):
         some = slice(first, first + LAYERS)
         columns = projected[..., first * width : (first + LAYERS) * width]
         arguments = (k_pools[some], v_pools[some], columns, transforms[some], page_table, first_row, valid)
-        new_pools = dispatch(implementation, unsupported(k_pools[0]), _pallas, _reference, *arguments)
+        new_pools = dispatch(implementation, kernels, _reference, *arguments)
         for all_layers, pools in zip(written, new_pools, strict=True):
             all_layers.extend(pools)
     return written

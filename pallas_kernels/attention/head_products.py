@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.attention.kv_pages import POOL_DTYPES
 from pallas_kernels.attention.tiling import MMA_ROWS
-from pallas_kernels.dispatch import Implementation, dispatch
+from pallas_kernels.dispatch import TRITON, Implementation, Kernel, dispatch
 from pallas_kernels.layers.row_by_row import row_by_row
 
 FIXED_ROWS = 64  # rows of a Pallas program in deterministic products, and with many rows
@@ -159,5 +159,5 @@ def head_products(
     runs = _products_pallas, _products_reference
     kernel, reference = (functools.partial(run, deterministic=deterministic) for run in runs)
     rows = x.reshape(-1, x.shape[-1])
-    out = dispatch(implementation, unsupported(x, weight), kernel, reference, rows, weight)
+    out = dispatch(implementation, [Kernel(TRITON, kernel, unsupported(x, weight))], reference, rows, weight)
     return out.reshape(*x.shape[:-1], *out.shape[1:])

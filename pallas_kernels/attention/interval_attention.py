@@ -22,7 +22,7 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.attention import interval_reference
-from pallas_kernels.dispatch import Implementation, dispatch
+from pallas_kernels.dispatch import TRITON, Implementation, Kernel, dispatch
 
 WIDEST = 128  # channels of a head that the kernels support
 DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16), jnp.dtype(jnp.float32))
@@ -242,7 +242,7 @@ def interval_attention(
         implementation: as in `paged_attention`.
     """
     kernel, reference = (functools.partial(of, scale=scale) for of in (_pallas, interval_reference.attend))
-    return dispatch(implementation, _unsupported(q), kernel, reference, q, k, v, starts)
+    return dispatch(implementation, [Kernel(TRITON, kernel, _unsupported(q))], reference, q, k, v, starts)
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "implementation"))
@@ -270,4 +270,4 @@ def interval_attention_gradient(
     """
     arrays = (q, k, v, dout, starts, lse, delta, ends)
     kernel, reference = (functools.partial(of, scale=scale) for of in (_pallas_gradient, interval_reference.gradient))
-    return dispatch(implementation, _unsupported(q), kernel, reference, *arrays)
+    return dispatch(implementation, [Kernel(TRITON, kernel, _unsupported(q))], reference, *arrays)

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Bool, Float, Int32
 
-from pallas_kernels.dispatch import Implementation, dispatch
+from pallas_kernels.dispatch import TRITON, Implementation, Kernel, dispatch
 from pallas_kernels.layers.quantize_rows import FP8, LARGEST
 
 LAYERS = 8  # most layers whose rows one kernel moves, because the kernel's code grows with every layer
@@ -242,7 +242,8 @@ def append(
         got = f"{k.shape} {k.dtype} and {v.shape} {v.dtype}"
         raise ValueError(f"k and v must be of one dtype, of shapes {wanted[0]} and {wanted[1]}, got {got}")
     arguments = (k_pool, v_pool, k, v, page_table, first_row, valid)
-    return dispatch(implementation, _unsupported(k_pool, v_pool, 0), _append_pallas, _append_reference, *arguments)
+    kernels = [Kernel(TRITON, _append_pallas, _unsupported(k_pool, v_pool, 0))]
+    return dispatch(implementation, kernels, _append_reference, *arguments)
 
 
 @functools.partial(jax.jit, static_argnames=("implementation",))
@@ -287,9 +288,9 @@ def move_rows(
         for first in range(0, len(layers), LAYERS):
             some = layers[first : first + LAYERS]
             pools = [k_pools[layer] for layer in some], [v_pools[layer] for layer in some]
-            unsupported = _unsupported(pools[0][0], pools[1][0], source_rows.shape[1])
+            kernels = [Kernel(TRITON, _move_pallas, _unsupported(pools[0][0], pools[1][0], source_rows.shape[1]))]
             arguments = (*pools, page_table, source_rows, target_rows, valid)
-            new_pools = dispatch(implementation, unsupported, _move_pallas, _move_reference, *arguments)
+            new_pools = dispatch(implementation, kernels, _move_reference, *arguments)
             moved |= dict(zip(some, zip(*new_pools, strict=True), strict=True))
     pairs = [moved[layer] for layer in range(len(k_pools))]
     return [k for k, _ in pairs], [v for _, v in pairs]

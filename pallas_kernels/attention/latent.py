@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int32
 from pallas_kernels.attention.head_products import grid_of, multiply, product_reference, unsupported
 from pallas_kernels.attention.kv_pages import POOL_DTYPES, Pool, VPool, append, cast_to_pool, check_pools
 from pallas_kernels.attention.rope_append import KEYS, QUERIES, load_cos_sin, rotate, rotate_halves, written_rows
-from pallas_kernels.dispatch import Implementation, dispatch
+from pallas_kernels.dispatch import TRITON, Implementation, Kernel, dispatch
 from pallas_kernels.layers.row_by_row import row_by_row
 
 
@@ -224,4 +224,4 @@ def append_latent(
     by_row = (array.reshape(*array.shape[:-3], -1, array.shape[-1]) for array in (queries, rows, cos_sin))
     flat_queries, flat_rows, tables = by_row
     arguments = (k_pool, v_pool, flat_queries, weight, flat_rows, tables, page_table, first_row, valid)
-    return dispatch(implementation, reason, kernel, reference, *arguments)
+    return dispatch(implementation, [Kernel(TRITON, kernel, reason)], reference, *arguments)

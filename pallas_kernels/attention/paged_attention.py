@@ -44,7 +44,7 @@ from pallas_kernels.attention.reference import compute_dtype
 from pallas_kernels.attention.scores import Scores
 from pallas_kernels.attention.softmax import Arithmetic
 from pallas_kernels.attention.tiling import MERGED, MMA_ROWS, AttentionTiles, choose_tiles, fixed_tiles, latent_dim
-from pallas_kernels.dispatch import Implementation, dispatch
+from pallas_kernels.dispatch import TRITON, Implementation, Kernel, dispatch
 from pallas_kernels.layers.quantize_rows import FP8, quantize_activation
 from pallas_kernels.layers.weights import QuantizedActivation
 
@@ -341,7 +341,8 @@ def paged_attention(
         runs = _fixed_pallas, attention_reference.fixed_reference
         kernel, reference = (functools.partial(run, scores=scores) for run in runs)
         reason = unsupported(q, k_pool, None, deterministic=True)
-        return dispatch(implementation, reason, kernel, reference, q, kv, paths, sinks)
+        return dispatch(implementation, [Kernel(TRITON, kernel, reason)], reference, q, kv, paths, sinks)
     options = {"scores": scores, "new_rows": new_rows, "quantize_output": quantize_output}
     reference, kernel = (functools.partial(run, **options) for run in (_reference, _pallas))
-    return dispatch(implementation, unsupported(q, k_pool, bits), kernel, reference, q, kv, bits, sinks)
+    kernels = [Kernel(TRITON, kernel, unsupported(q, k_pool, bits))]
+    return dispatch(implementation, kernels, reference, q, kv, bits, sinks)

@@ -13,8 +13,7 @@ from pallas_kernels.attention.paged_attention import paged_attention, quantize_h
 from pallas_kernels.attention.prompt_kernel import attend_prompts
 from pallas_kernels.attention.prompt_steps import ROWS, PromptSizes
 from pallas_kernels.attention.scores import Scores
-from pallas_kernels.dispatch import Implementation
-from pallas_kernels.layers.hopper import multiprocessors
+from pallas_kernels.dispatch import HOPPER, Implementation, Kernel, dispatch
 from pallas_kernels.layers.weights import QuantizedActivation
 
 LEAST_QUERIES = 512  # of a call; with fewer, too few CTAs run: 128 queries after 8k rows took 152 us instead of 90
@@ -91,13 +90,12 @@ def prompt_attention(
         arrays = q, k_pool, v_pool, page_table, first_row, None, sinks
         return paged_attention(*arrays, **options, **dataclasses.asdict(scores))
 
-    def kernel(*arrays):
-        out = attend_prompts(*arrays, window=window, scale=scores.scale)
+    def kernel(*arrays, interpret):
+        out = attend_prompts(*arrays, window=window, scale=scores.scale, interpret=interpret)
         return quantize_heads(out, implementation) if quantize_output else out
 
     arrays = (q, k_pool, v_pool, page_table, first_row, sequence, ends)
-    is_plain = sinks is None and softcap is None and chunk is None and implementation != "reference"
+    is_plain = sinks is None and softcap is None and chunk is None
     is_long = q.shape[0] * q.shape[1] >= LEAST_QUERIES
-    if not (is_plain and is_long and multiprocessors() and _is_supported(q, k_pool)):
-        return others(*arrays)
-    return jax.lax.platform_dependent(*arrays, cuda=kernel, default=others)
+    is_other = not (is_plain and is_long and _is_supported(q, k_pool))
+    return dispatch(implementation, [Kernel(HOPPER, kernel, is_other)], others, *arrays)

@@ -18,7 +18,7 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_kernels.attention.kv_pages import HEAD_DIMS, POOL_DTYPES, Pool, append, cast_to_pool, locate
-from pallas_kernels.dispatch import Implementation, dispatch
+from pallas_kernels.dispatch import TRITON, Implementation, Kernel, dispatch
 from pallas_kernels.layers.partial_sums import PartialSums, reduce_partials, split_scales, sum_f32
 from pallas_kernels.layers.residual_norm import quotients, rms_norm, weighted
 from pallas_kernels.layers.row_by_row import row_by_row
@@ -325,4 +325,4 @@ def rotate_append(
     kernel = functools.partial(_pallas, heads=heads, dtype=dtype)
     reference = functools.partial(_reference, heads=heads, dtype=dtype, deterministic=deterministic)
     arguments = (k_pool, v_pool, qkv, transform, page_table, first_row, valid)
-    return dispatch(implementation, unsupported(k_pool), kernel, reference, *arguments)
+    return dispatch(implementation, [Kernel(TRITON, kernel, unsupported(k_pool))], reference, *arguments)

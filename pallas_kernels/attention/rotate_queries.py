@@ -21,7 +21,7 @@ from pallas_kernels.attention.rope_append import (
     load_rotated,
     split_qkv,
 )
-from pallas_kernels.dispatch import Implementation, dispatch
+from pallas_kernels.dispatch import TRITON, Implementation, Kernel, dispatch
 from pallas_kernels.layers.partial_sums import PartialSums, split_scales
 from pallas_kernels.layers.row_by_row import row_by_row
 
@@ -107,4 +107,4 @@ def rotate_queries(
     unsupported = None if 2 * half in HEAD_DIMS else f"head_dim must be a multiple of 16 up to 512, got {2 * half}"
     options = {"heads": heads, "dtype": dtype, "deterministic": deterministic}
     kernel, reference = (functools.partial(run, **options) for run in (_pallas, _reference))
-    return dispatch(implementation, unsupported, kernel, reference, queries, transform)
+    return dispatch(implementation, [Kernel(TRITON, kernel, unsupported)], reference, queries, transform)

@@ -9,13 +9,12 @@ columns, or 112 tiles of 128 columns, for 132 multiprocessors. `int4_kernel` has
 
 import functools
 import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.dispatch import Implementation, dispatch
+from pallas_kernels.dispatch import HOPPER, HOPPER_TRITON, Implementation, Kernel, dispatch
 from pallas_kernels.layers import hopper
 from pallas_kernels.layers.adapted import Adapted
 from pallas_kernels.layers.dense import gated_kernel, hopper_kernel
@@ -24,6 +23,7 @@ from pallas_kernels.layers.dense.grouped_matmul import packed_tiles
 from pallas_kernels.layers.dense.hopper_tiling import HopperTiles, choose_tiles
 from pallas_kernels.layers.low_rank import add_low_rank
 from pallas_kernels.layers.packed import int4_kernel
+from pallas_kernels.layers.packed.int4_tiling import Int4Tiles
 from pallas_kernels.layers.products import factors, matmul, matmul_unscaled
 from pallas_kernels.layers.quantize_rows import SIGMOIDS, Activation, gated
 from pallas_kernels.layers.weights import Inputs, Quantized, QuantizedActivation, Weight
@@ -74,21 +74,32 @@ def kernel_padding(sequences: int, rows: int, weight: Weight, dtype: jnp.dtype, 
     return more if tiles_for(x, weight, activation) and not has_few_rows(x, weight, activation) else 0
 
 
-def _kernel_of_packed(x: Inputs, weight: Weight | Adapted, activation: Activation) -> Callable[..., Array] | None:
-    """Returns a function of the arguments of `gated_matmul` that runs `int4_kernel`; None: it does not support them."""
-    rows = math.prod(x.shape[:-1])
+def _tiles_of_packed(x: Inputs, weight: Weight | Adapted, activation: Activation) -> Int4Tiles | None:
+    """Returns the tile sizes of `int4_kernel` for the arguments of `gated_matmul`; None: it does not support them."""
     if not isinstance(weight, Quantized) or activation not in SIGMOIDS:
         return None
-    if (tiles := packed_tiles(rows, weight, x.dtype, gated=True)) is None:
-        return None
+    return packed_tiles(math.prod(x.shape[:-1]), weight, x.dtype, gated=True)
 
-    def kernel(x, weight, interpret):
-        arrays = x.reshape(rows, -1), *weight.in_groups.arrays.values()
-        options = {"tiles": tiles, "dtype": x.dtype, "kind": weight.kind, "activation": activation}
-        (out,) = int4_kernel.multiply(*arrays, **options, interpret=interpret)
-        return out.reshape(*x.shape[:-1], -1)
 
-    return kernel
+def _multiply_packed(x, weight, *, tiles, activation, interpret):
+    arrays = x.reshape(-1, x.shape[-1]), *weight.in_groups.arrays.values()
+    options = {"tiles": tiles, "dtype": x.dtype, "kind": weight.kind, "activation": activation}
+    (out,) = int4_kernel.multiply(*arrays, **options, interpret=interpret)
+    return out.reshape(*x.shape[:-1], -1)
+
+
+def _multiply_few(x, weight, *, interpret):
+    out = gated_kernel.multiply(x.reshape(-1, x.shape[-1]), weight, interpret=interpret)
+    return out.reshape(*x.shape[:-1], -1)
+
+
+def _multiply_many(x, weight, *, tiles, activation, implementation, interpret):
+    f = factors(x, weight, implementation=implementation)
+    scales = () if f.row_scale is None else (f.row_scale.reshape(-1), f.scale)
+    flat = f.x.reshape(-1, f.x.shape[-1])
+    options = {"tiles": tiles, "dtype": x.dtype, "activation": activation, "interpret": interpret}
+    (out,) = hopper_kernel.multiply(flat, f.weight, *scales, **options)
+    return out.reshape(*x.shape[:-1], -1)
 
 
 def _with_adapters(x: Array, weight: Adapted, activation: Activation, implementation: Implementation) -> Array:
@@ -122,25 +133,12 @@ def gated_matmul(
     if isinstance(weight, Adapted):
         assert not isinstance(x, QuantizedActivation)
         return _with_adapters(x, weight, activation, implementation)
-    if packed := _kernel_of_packed(x, weight, activation):
-        return hopper.choose_compiled(implementation, packed, reference, x, weight)
-    if has_few_rows(x, weight, activation):
-
-        def of_few(x, weight, interpret):
-            out = gated_kernel.multiply(x.reshape(-1, x.shape[-1]), weight, interpret=interpret)
-            return out.reshape(*x.shape[:-1], -1)
-
-        return dispatch(implementation, None, of_few, reference, x, weight)
-    tiles = tiles_for(x, weight, activation)
-    if tiles is None:
-        return reference(x, weight)
-
-    def kernel(x, weight, interpret):
-        f = factors(x, weight, implementation=implementation)
-        scales = () if f.row_scale is None else (f.row_scale.reshape(-1), f.scale)
-        flat = f.x.reshape(-1, f.x.shape[-1])
-        options = {"tiles": tiles, "dtype": x.dtype, "activation": activation, "interpret": interpret}
-        (out,) = hopper_kernel.multiply(flat, f.weight, *scales, **options)
-        return out.reshape(*x.shape[:-1], -1)
-
-    return hopper.choose_compiled(implementation, kernel, reference, x, weight)
+    packed, tiles = _tiles_of_packed(x, weight, activation), tiles_for(x, weight, activation)
+    of_packed = functools.partial(_multiply_packed, tiles=packed, activation=activation)
+    of_many = functools.partial(_multiply_many, tiles=tiles, activation=activation, implementation=implementation)
+    kernels = [
+        Kernel(HOPPER, of_packed, packed is None),
+        Kernel(HOPPER_TRITON, _multiply_few, not has_few_rows(x, weight, activation)),
+        Kernel(HOPPER, of_many, tiles is None),
+    ]
+    return dispatch(implementation, kernels, reference, x, weight)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.dispatch import Implementation, dispatch
+from pallas_kernels.dispatch import TRITON, Implementation, Kernel, dispatch
 from pallas_kernels.layers.adapted import Adapted
 from pallas_kernels.layers.dense.low_rank_kernels import TILES, inner_parts, sum_products
 from pallas_kernels.layers.dense.plain_product import plain_product
@@ -68,6 +68,4 @@ def add_low_rank(
         inner = inner_parts(x.reshape(-1, x.shape[-1]), weight, x.shape[-2], interpret=interpret)
         return sum_products(sums, inner, weight, dtype, gate=gate, interpret=interpret)
 
-    if not has_kernel(x, weight):
-        return reference(sums, x, weight)
-    return dispatch(implementation, None, kernel, reference, sums, x, weight)
+    return dispatch(implementation, [Kernel(TRITON, kernel, not has_kernel(x, weight))], reference, sums, x, weight)

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float
 
-from pallas_kernels.dispatch import Implementation, dispatch
+from pallas_kernels.dispatch import TRITON, Implementation, Kernel, dispatch
 from pallas_kernels.layers.partial_sums import PartialSums, reduce_partials, split_scales, sum_f32
 from pallas_kernels.layers.residual_norm import WIDEST, rms_norm, warps_for
 from pallas_kernels.layers.row_by_row import row_by_row
@@ -119,4 +119,4 @@ def norm_columns(
     unsupported = None if widest <= WIDEST else f"ranges of at most {WIDEST} columns, got {widest}"
     options = {"eps": eps, "dtype": dtype, "deterministic": deterministic}
     kernel, reference = (functools.partial(run, **options) for run in (_pallas, _reference))
-    return dispatch(implementation, unsupported, kernel, reference, parts, bias, weights)
+    return dispatch(implementation, [Kernel(TRITON, kernel, unsupported)], reference, parts, bias, weights)

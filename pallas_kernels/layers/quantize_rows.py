@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Num
 
-from pallas_kernels.dispatch import Implementation, dispatch
+from pallas_kernels.dispatch import TRITON, Implementation, Kernel, dispatch
 from pallas_kernels.layers.weights import QuantizedActivation
 
 INT8, FP8 = jnp.dtype("int8"), jnp.dtype("float8_e4m3fn")
@@ -157,7 +157,7 @@ def quantize_rows(
     """
     unsupported = None if x.shape[-1] <= WIDEST else f"rows of at most {WIDEST} columns, got {x.shape[-1]}"
     kernel, reference = (functools.partial(run, gate=gate) for run in (_pallas, _reference))
-    return dispatch(implementation, unsupported, kernel, reference, x)
+    return dispatch(implementation, [Kernel(TRITON, kernel, unsupported)], reference, x)
 
 
 def quantize_activation(

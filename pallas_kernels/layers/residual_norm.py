@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float
 
-from pallas_kernels.dispatch import Implementation, dispatch
+from pallas_kernels.dispatch import TRITON, Implementation, Kernel, dispatch
 from pallas_kernels.layers.partial_sums import PartialSums, reduce_partials, split_scales, sum_f32
 from pallas_kernels.layers.quantize_rows import FP8, scaled_rows
 from pallas_kernels.layers.row_by_row import row_by_row
@@ -212,7 +212,7 @@ def add_rms_norm(
         for run in (_pallas, _reference_by_row if deterministic else _reference)
     )
     arrays = x, delta if isinstance(delta, tuple) else (delta,), bias, post_norm, scale
-    total, *normed = dispatch(implementation, unsupported, kernel, reference, *arrays, *weights)
+    total, *normed = dispatch(implementation, [Kernel(TRITON, kernel, unsupported)], reference, *arrays, *weights)
     if quantize_output:
         normed = [
             QuantizedActivation(values, scale, x.dtype) for values, scale in zip(normed[::2], normed[1::2], strict=True)

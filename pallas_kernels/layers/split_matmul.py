@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.dispatch import Implementation, dispatch
+from pallas_kernels.dispatch import HOPPER, TRITON, Implementation, Kernel, dispatch
 from pallas_kernels.layers import hopper
 from pallas_kernels.layers.adapted import Adapted
 from pallas_kernels.layers.dense import hopper_kernel, split_kernel
@@ -64,9 +64,7 @@ def _with_adapters(
         return sum_products(*both, weight, wide, gate=None, interpret=interpret)
 
     sizes = sizes_of_both(flat[0], x.shape[-2], weight) if has_kernel(x, weight) else None
-    if sizes is None:
-        return reference(x, weight, after)
-    return dispatch(implementation, None, kernel, reference, x, weight, after)
+    return dispatch(implementation, [Kernel(TRITON, kernel, sizes is None)], reference, x, weight, after)
 
 
 @functools.partial(jax.jit, static_argnames=("gate", "dtype", "first", "implementation"))
@@ -146,9 +144,9 @@ def split_matmul(
     options: dict[str, Any] = {"dtype": sums_dtype, "first": first}
     reference = functools.partial(split_kernel.reference, parts=parts, **options)
     if tiles:
-        sums = hopper.choose_compiled(implementation, functools.partial(_hopper, tiles=tiles), reference, f, awaited)
+        kernels = [Kernel(HOPPER, functools.partial(_hopper, tiles=tiles))]
     else:
         assert sizes is not None
-        kernel = functools.partial(split_kernel.multiply, sizes=sizes, **options)
-        sums = dispatch(implementation, None, kernel, reference, f, awaited)
+        kernels = [Kernel(TRITON, functools.partial(split_kernel.multiply, sizes=sizes, **options))]
+    sums = dispatch(implementation, kernels, reference, f, awaited)
     return sums.reshape(parts, *shape, out)

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.dispatch import Implementation
-from pallas_kernels.layers.hopper import HEIGHT, choose_compiled, multiprocessors
+from pallas_kernels.dispatch import HOPPER, Implementation, Kernel, dispatch
+from pallas_kernels.layers.hopper import HEIGHT, multiprocessors
 from pallas_kernels.recurrent import delta_kernel, gated_delta, in_order_tokens
 from pallas_kernels.recurrent.delta_kernel import MOST_NODES, UNIT, Nodes, behind_of
 from pallas_kernels.recurrent.record_ring import RecordRing, block_of, states_of
@@ -56,11 +56,13 @@ def verify_and_write(
 
     reference = partial(written_after, partial(verify_round, deterministic=deterministic))
     arguments = state, ring, slots, lengths, new, seen, written
-    if deterministic and in_order_tokens.has_kernel(ring):
-        return choose_compiled(implementation, partial(written_after, in_order_tokens.verify), reference, *arguments)
-    if not deterministic and new.rates is None and has_kernel(ring) and written.shape[1] <= MOST_NODES:
-        return choose_compiled(implementation, _verify_nodes, reference, *arguments)
-    return reference(*arguments)
+    is_by_nodes = not deterministic and new.rates is None and has_kernel(ring) and written.shape[1] <= MOST_NODES
+    is_in_order = deterministic and in_order_tokens.has_kernel(ring)
+    kernels = [
+        Kernel(HOPPER, partial(written_after, in_order_tokens.verify), not is_in_order),
+        Kernel(HOPPER, _verify_nodes, not is_by_nodes),
+    ]
+    return dispatch(implementation, kernels, reference, *arguments)
 
 
 def _rows_of(
@@ -174,11 +176,11 @@ def fold_round(
         folded = gated_delta.fold(states_of(state, slots), block, deterministic=deterministic)
         return state.at[slots].set(folded, mode="drop")
 
-    if deterministic and in_order_tokens.has_kernel(ring):
-        return choose_compiled(implementation, in_order_tokens.fold, reference, state, ring, slots, first)
-    if deterministic or not has_kernel(ring):
-        return reference(state, ring, slots, first)
-    return choose_compiled(implementation, _fold, reference, state, ring, slots, first)
+    kernels = [
+        Kernel(HOPPER, in_order_tokens.fold, not (deterministic and in_order_tokens.has_kernel(ring))),
+        Kernel(HOPPER, _fold, deterministic or not has_kernel(ring)),
+    ]
+    return dispatch(implementation, kernels, reference, state, ring, slots, first)
 
 
 def has_kernel(ring: RecordRing) -> bool:

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Int
 
-from pallas_kernels.dispatch import Implementation
-from pallas_kernels.layers.hopper import choose_compiled, multiprocessors
+from pallas_kernels.dispatch import HOPPER, Implementation, Kernel, dispatch
 from pallas_kernels.recurrent.warpgroup import launch, lowered_once
 
 ROWS = 8  # rows that a CTA has in shared memory at a time
@@ -47,9 +46,7 @@ def move_rows(
 
     rows, have_form = (slots, source, target, moved), [_has_form(array) for array in arrays]
     some = [array for array, has_form in zip(arrays, have_form, strict=True) if has_form]
-    if multiprocessors() is None or not some:
-        return reference(list(arrays), *rows)
-    by_kernel = iter(choose_compiled(implementation, _move, reference, some, *rows))
+    by_kernel = iter(dispatch(implementation, [Kernel(HOPPER, _move, not some)], reference, some, *rows))
     return [
         next(by_kernel) if has_form else _moved(array, *rows) for array, has_form in zip(arrays, have_form, strict=True)
     ]

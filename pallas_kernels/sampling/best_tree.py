@@ -18,8 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.dispatch import Implementation
-from pallas_kernels.layers import hopper
+from pallas_kernels.dispatch import HOPPER, Implementation, Kernel, dispatch
 from pallas_kernels.sampling.top_log_probs import OUT, top, top_in_order
 
 LANES = 128  # threads of a warpgroup
@@ -176,6 +175,7 @@ def best_tree(
     kernel = functools.partial(run_kernel, nodes=nodes)
     reference = functools.partial(_reference, nodes=nodes, implementation=implementation)
     _, depth, k = log_probs.shape
-    if nodes > MOST_NODES or depth * nodes * k > OUT or hopper.multiprocessors() is None:
-        return tuple(reference(root, tokens, log_probs))
-    return tuple(hopper.choose_compiled(implementation, kernel, reference, root, tokens, log_probs))
+    is_too_large = nodes > MOST_NODES or depth * nodes * k > OUT
+    return tuple(
+        dispatch(implementation, [Kernel(HOPPER, kernel, bool(is_too_large))], reference, root, tokens, log_probs)
+    )

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.dispatch import Implementation, dispatch
+from pallas_kernels.dispatch import TRITON, Implementation, Kernel, dispatch
 from pallas_kernels.layers.partial_sums import PartialSums, reduce_partials, split_scales
 from pallas_kernels.layers.shard import AXIS, OwnColumns
 from pallas_kernels.sampling.sample_tokens import NO_TOKEN, Inputs, SampledRow, scored_reference
@@ -146,7 +146,7 @@ def sample_tokens_of_devices(
     options = {"purpose": purpose, "size": logits.size}
     kernel, reference = (functools.partial(run, **options) for run in (_pallas, _reference))
     arguments = (logits.own, seed, first, offsets, ids, noise, _first_column(logits), *controls)
-    return dispatch(implementation, None, kernel, reference, *arguments)
+    return dispatch(implementation, [Kernel(TRITON, kernel)], reference, *arguments)
 
 
 def top_log_probs_of_devices(
@@ -166,7 +166,7 @@ def top_log_probs_of_devices(
     kept = min(k, BLOCK)
     unsupported = too_many_candidates(logits.width, kept, jax.lax.axis_size(AXIS))
     kernel, reference = (functools.partial(run, k=kept) for run in (best_of_blocks, best_of_blocks_reference))
-    best, ids, sums = dispatch(implementation, unsupported, kernel, reference, own)
+    best, ids, sums = dispatch(implementation, [Kernel(TRITON, kernel, unsupported)], reference, own)
     mine = jnp.concatenate([_words(best), ids, _words(sums)[..., None]], axis=-1)
     words = jax.lax.all_gather(mine, AXIS)  # [devices, rows, blocks, 2 * kept + 1]
     ids = words[..., kept:-1]
@@ -174,7 +174,8 @@ def top_log_probs_of_devices(
     of_all = [_floats(words[..., :kept]), ids, _floats(words[..., -1])]
     blocks = [jnp.moveaxis(field, 0, 1).reshape(len(own), -1, *field.shape[3:]) for field in of_all]
     kernel, reference = (functools.partial(run, k=k) for run in (merge_blocks, merge_blocks_reference))
-    return dispatch(implementation, unsupported, kernel, reference, *blocks, *([] if base is None else [base]))
+    kernels = [Kernel(TRITON, kernel, unsupported)]
+    return dispatch(implementation, kernels, reference, *blocks, *([] if base is None else [base]))
 
 
 def _first_columns(exchanged: Int32[Array, "devices *more"], width: int) -> Array:

@@ -27,7 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int32, UInt32
 
-from pallas_kernels.dispatch import Implementation, dispatch
+from pallas_kernels.dispatch import TRITON, Implementation, Kernel, dispatch
 from pallas_kernels.layers.partial_sums import PartialSums, reduce_partials, split_scales
 from pallas_kernels.sampling.threshold import (
     GROUP,
@@ -344,4 +344,6 @@ def sample_tokens(
     controls = (temperature, top_k, top_p, min_p)
     check_groups(offsets.size, (seed, first, *controls))
     kernel, reference = (functools.partial(run, purpose=purpose) for run in (_pallas, _reference))
-    return dispatch(implementation, None, kernel, reference, logits, seed, first, offsets, ids, noise, *controls)
+    return dispatch(
+        implementation, [Kernel(TRITON, kernel)], reference, logits, seed, first, offsets, ids, noise, *controls
+    )

@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.dispatch import Implementation, dispatch
+from pallas_kernels.dispatch import TRITON, Implementation, Kernel, dispatch
 from pallas_kernels.sampling.ordered_floats import float_of, largest_bound, ordered
 
 GROUP = 32  # tokens per token group
@@ -378,4 +378,4 @@ def sampling_threshold(
     """
     controls = (temperature, top_k, top_p, min_p)
     check_groups(logits.shape[0], controls)
-    return dispatch(implementation, None, _pallas, _reference, logits, *controls)
+    return dispatch(implementation, [Kernel(TRITON, _pallas)], _reference, logits, *controls)

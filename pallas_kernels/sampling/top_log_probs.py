@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.dispatch import Implementation, dispatch
+from pallas_kernels.dispatch import TRITON, Implementation, Kernel, dispatch
 from pallas_kernels.sampling.ordered_floats import float_of, largest_bound, ordered
 
 BLOCK = 1024  # logits that a Pallas program of the first kernel holds
@@ -222,7 +222,8 @@ def top_log_probs(
             candidates.
     """
     kernel, reference = functools.partial(_pallas, k=k), functools.partial(_reference, k=k)
-    return dispatch(implementation, _unsupported(logits, k), kernel, reference, logits, base, *(shared or ()))
+    kernels = [Kernel(TRITON, kernel, _unsupported(logits, k))]
+    return dispatch(implementation, kernels, reference, logits, base, *(shared or ()))
 
 
 def _top_reference(values, *, k, group):
@@ -288,7 +289,7 @@ def top(
         NotImplementedError: implementation is "pallas", and rows are longer than the kernel supports.
     """
     kernel, reference = (functools.partial(run, k=k, group=group) for run in (_top_pallas, _top_reference))
-    return dispatch(implementation, _too_long(values), kernel, reference, values)
+    return dispatch(implementation, [Kernel(TRITON, kernel, _too_long(values))], reference, values)
 
 
 def _in_order_reference(values, *, k):
@@ -352,7 +353,7 @@ def top_in_order(
         NotImplementedError: implementation is "pallas", and rows are longer than the kernel supports.
     """
     kernel, reference = (functools.partial(run, k=k) for run in (_in_order_pallas, _in_order_reference))
-    return dispatch(implementation, _too_long(values), kernel, reference, values)
+    return dispatch(implementation, [Kernel(TRITON, kernel, _too_long(values))], reference, values)
 
 
 def _too_long(values: Array) -> str | None:

@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Bool, Int32
 
-from pallas_kernels.dispatch import Implementation, dispatch
+from pallas_kernels.dispatch import TRITON, Implementation, Kernel, dispatch
 
 BLOCK = 1024  # values that a Pallas program loads at once
 
@@ -80,4 +80,6 @@ def gather_rows(
         Tree of the same structure, of arrays [batch, ...].
     """
     leaves, structure = jax.tree.flatten(arrays)
-    return jax.tree.unflatten(structure, dispatch(implementation, None, _pallas, _reference, rows, exists, *leaves))
+    return jax.tree.unflatten(
+        structure, dispatch(implementation, [Kernel(TRITON, _pallas)], _reference, rows, exists, *leaves)
+    )

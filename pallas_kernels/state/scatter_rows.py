@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Int32
 
-from pallas_kernels.dispatch import Implementation, dispatch
+from pallas_kernels.dispatch import TRITON, Implementation, Kernel, dispatch
 from pallas_kernels.state.gather_rows import BLOCK
 
 
@@ -82,4 +82,6 @@ def scatter_rows(
         if not is_alike or own.shape > most or own.ndim != array.ndim:
             expected = f"{most} {array.dtype}, or fewer in the second dimension"
             raise ValueError(f"new rows: expected {expected}, got {own.shape} {own.dtype}")
-    return jax.tree.unflatten(structure, dispatch(implementation, None, _pallas, _reference, rows, old, replacing))
+    return jax.tree.unflatten(
+        structure, dispatch(implementation, [Kernel(TRITON, _pallas)], _reference, rows, old, replacing)
+    )

@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 
 from jspec.core.ancestors import ancestors
+from pallas_kernels import dispatch
+from pallas_kernels.dispatch import TracedGPU
 from pallas_kernels.recurrent import delta_kernel, delta_rounds
 from pallas_kernels.recurrent.record_ring import RecordRing
 from pallas_kernels.recurrent.records import EVERY, DeltaTokens
@@ -149,6 +151,7 @@ def test_outputs_and_records_of_nodes_without_rates(parents: list[int], lengths:
     assert differences(got, other)[0] > 1e-3, "control: with rates"
 
 
+@mosaic
 def test_kernels_have_forms_for_the_heads_of_some_published_mamba_models(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sizes are those of Nemotron 3 Nano, of Nemotron Nano 9B v2, and of Nemotron-H 47B."""
 
@@ -157,7 +160,7 @@ def test_kernels_have_forms_for_the_heads_of_some_published_mamba_models(monkeyp
         return delta_rounds.has_kernel(SimpleNamespace(keys=keys, values=values))  # type: ignore[arg-type]
 
     assert not has_kernel(128, 64), "the tests run on a CPU"
-    monkeypatch.setattr(delta_rounds, "multiprocessors", lambda: 132)
+    monkeypatch.setattr(dispatch, "traced_gpu", lambda: TracedGPU((9, 0), 132))
     assert [has_kernel(128, 64), has_kernel(128, 80), has_kernel(256, 64)] == [True, False, False]
 
 

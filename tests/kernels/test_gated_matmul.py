@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import gated_matmul, quantize_rows
-from pallas_kernels.layers import hopper
+from pallas_kernels import dispatch, gated_matmul, quantize_rows
+from pallas_kernels.dispatch import TracedGPU
 from pallas_kernels.layers.dense.gated_kernel import multiply as multiply_few
 from pallas_kernels.layers.dense.hopper_kernel import multiply
 from pallas_kernels.layers.dense.hopper_tiling import HopperTiles, choose_tiles
@@ -291,7 +291,7 @@ def test_gated_matmul_compiled_for_h200_is_one_launch_without_spills(
 
 @mosaic
 def test_hopper_kernel_has_tiles_only_for_supported_dtypes_and_enough_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hopper, "multiprocessors", lambda: 132)
+    monkeypatch.setattr(dispatch, "traced_gpu", lambda: TracedGPU((9, 0), 132))
     out, inner = 132 * 48, 128
     bf16, int8, fp8 = (on_device(np.zeros((2 * out, inner), dtype)) for dtype in (BF16, jnp.int8, FP8))
     scale = on_device(np.ones(2 * out, F32))
@@ -331,7 +331,7 @@ def test_kernel_padding_of_unsupported_row_count_reaches_the_next_supported_one(
         (33, 1): 0,
     }
     assert not any(kernel_padding(*shape, weight, BF16) for shape in wanted), "XLA needs no padding"
-    monkeypatch.setattr(hopper, "multiprocessors", lambda: 132)
+    monkeypatch.setattr(dispatch, "traced_gpu", lambda: TracedGPU((9, 0), 132))
     assert {shape: kernel_padding(*shape, weight, BF16) for shape in wanted} == wanted
     assert kernel_padding(1, 60, weight, F32) == 0
     assert kernel_padding(1, 60, weight, BF16, "gelu_tanh") == 4
@@ -363,7 +363,7 @@ def test_gated_matmul_on_h200_runs_the_kernel_unless_reference_is_chosen(
 
 @mosaic
 def test_gated_matmul_on_cpu_beside_a_hopper_gpu_matches_float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hopper, "multiprocessors", lambda: 4)
+    monkeypatch.setattr(dispatch, "traced_gpu", lambda: TracedGPU((9, 0), 4))
     x, weight = problem(80, 192, 256)
     assert tiles_for(x, weight)
     for implementation in ("auto", "pallas", "reference"):

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import quantize_rows, split_matmul
-from pallas_kernels.layers import hopper
+from pallas_kernels import dispatch, quantize_rows, split_matmul
+from pallas_kernels.dispatch import TracedGPU
 from pallas_kernels.layers.dense import split_kernel
 from pallas_kernels.layers.dense.split_kernel import MOST_ROWS, parts_of
 from pallas_kernels.layers.formats import quantize
@@ -276,7 +276,7 @@ def test_split_product_of_fp8_runs_the_hopper_kernel_only_for_some_row_counts(
 def test_split_product_on_cpu_beside_a_hopper_gpu_returns_two_partial_sums(
     implementation: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hopper, "multiprocessors", lambda: 132)
+    monkeypatch.setattr(dispatch, "traced_gpu", lambda: TracedGPU((9, 0), 132))
     x, weight = problem(40, 4096, 2048, "bfloat16")
     got = split_matmul(x, quantize(weight, "fp8_dynamic"), implementation=implementation)
     assert got.shape == (2, 1, 40, 4096)

@@ -20,6 +20,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
+from pallas_kernels.dispatch import describe_gpu
 from tests.support.h200 import TARGET, H200Program, compile_for_h200, require_plugin
 
 KIB = 1024
@@ -88,6 +89,7 @@ def mesh_of(gpu: GPU) -> Mesh:
     """Return a mesh of one GPU of this kind, which is only described."""
     require_plugin()
     topology = topologies.get_topology_desc(gpu.name, "cuda", target_config=gpu.description(), topology="1x1x1")
+    describe_gpu(topology.devices[0])
     return Mesh(np.array(topology.devices), ("x",))
 
 

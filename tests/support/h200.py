@@ -30,6 +30,8 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from pallas_kernels.dispatch import describe_gpu
+
 # The plugin looks for CUDA's libraries when cuda is among the platforms; compiling needs none of them.
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 TARGET = Path(__file__).parent.parent / "data" / "h200_target_config.txtpb"
@@ -99,6 +101,7 @@ def h200_mesh(devices: int = 1) -> Mesh:
     """Return a mesh of one axis "x" over H200s that are only described."""
     require_plugin()
     topology = topologies.get_topology_desc("h200", "cuda", target_config=TARGET.read_text(), topology=f"1x1x{devices}")
+    describe_gpu(topology.devices[0])
     return Mesh(np.array(topology.devices), ("x",))
 
 

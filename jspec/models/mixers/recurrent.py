@@ -21,7 +21,7 @@ from jspec.models.parts.delta_state import DeltaState, run_tokens
 from jspec.models.parts.kv_pool import MAX_POOL_ELEMENTS, PoolShape
 from jspec.models.parts.layer_weights import LayerWeights
 from jspec.models.parts.layers import by_token, product, small_product
-from pallas_kernels.layers.hopper import choose_compiled
+from pallas_kernels.dispatch import HOPPER, Kernel, dispatch
 from pallas_kernels.layers.partial_sums import reduce_partials
 from pallas_kernels.layers.weights import Inputs, QuantizedActivation
 from pallas_kernels.recurrent.records import EVERY, DeltaTokens
@@ -140,10 +140,9 @@ class Recurrent(Mixer):
             options = dict(corrects=self.corrects, interpret=interpret)
             return run_nodes(state, projected, *factors, layer.conv, batch, bias=layer.conv_bias, **options)
 
+        kernels = [Kernel(HOPPER, kernel, not takes_kernels(state, projected, self.taps, batch))]
         arguments = projected, gates, state, batch
-        if takes_kernels(state, projected, self.taps, batch):
-            return choose_compiled(numerics.options["implementation"], kernel, reference, *arguments)
-        return reference(*arguments)
+        return dispatch(numerics.options["implementation"], kernels, reference, *arguments)
 
     def _factors_and_decays(self, layer: LayerWeights, gates: Array) -> tuple[Array, Array]:
         """Return the factors of values and the log decays of the rule from their sums, [*rows, heads]."""

@@ -21,7 +21,7 @@ from jspec.models.parts import delta_prompts
 from jspec.models.parts.conv_state import ConvState
 from jspec.models.parts.kv_pool import PoolShape
 from jspec.models.parts.slot_rows import ancestor_mask, is_token, move_slot_rows
-from pallas_kernels.layers.hopper import choose_compiled
+from pallas_kernels.dispatch import HOPPER, Kernel, dispatch
 from pallas_kernels.recurrent import in_order_tokens
 from pallas_kernels.recurrent.delta_rounds import fold_round, has_kernel, verify_and_write
 from pallas_kernels.recurrent.gated_delta import chunk_of, fold, run_chunk, verify
@@ -134,18 +134,17 @@ def run_tokens(state: DeltaState, new: DeltaTokens, batch: TokenBatch) -> tuple[
 
 
 def _run_prompts(state: DeltaState, new: DeltaTokens, batch: PromptBatch) -> tuple[Outputs, DeltaState]:
-    if batch.deterministic and in_order_tokens.has_kernel(state.records):
-        return choose_compiled(batch.numerics.options["implementation"], _run_in_order, _run_blocks, state, new, batch)
-    if not delta_prompts.has_kernel(state.records, batch):
-        return _run_blocks(state, new, batch)
-
     def kernel(state: DeltaState, new: DeltaTokens, batch: PromptBatch, *, interpret: Any) -> tuple[Array, DeltaState]:
         outputs, states, records = delta_prompts.run_prompts(
             state.state, state.records, new, batch, interpret=interpret
         )
         return outputs, state._replace(state=states, records=records)
 
-    return choose_compiled(batch.numerics.options["implementation"], kernel, _run_blocks, state, new, batch)
+    kernels = [
+        Kernel(HOPPER, _run_in_order, not (batch.deterministic and in_order_tokens.has_kernel(state.records))),
+        Kernel(HOPPER, kernel, not delta_prompts.has_kernel(state.records, batch)),
+    ]
+    return dispatch(batch.numerics.options["implementation"], kernels, _run_blocks, state, new, batch)
 
 
 def _run_in_order(

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float
 
-from pallas_kernels.dispatch import Implementation, dispatch
+from pallas_kernels.dispatch import TRITON, Implementation, Kernel, dispatch
 from pallas_kernels.layers.adapted import Adapted
 from pallas_kernels.layers.dense.split_kernel import INNER_BYTES, LEAST_INNER, LEAST_OUT, NARROW_OUT, WIDEST_OUT
 from pallas_kernels.layers.partial_sums import PartialSums, add_adapters, join
@@ -156,5 +156,5 @@ def deterministic_matmul(
     parts = 1 if is_whole else fixed_parts(out, inner, weight.dtype)
     options = {"parts": parts, "dtype": (dtype or x.dtype) if parts == 1 else jnp.float32}
     kernel, reference = functools.partial(_pallas, **options), functools.partial(_reference, **options)
-    sums = dispatch(implementation, _unsupported(x, weight), kernel, reference, flat, weight)
+    sums = dispatch(implementation, [Kernel(TRITON, kernel, _unsupported(x, weight))], reference, flat, weight)
     return sums.reshape(parts, *rows, out)

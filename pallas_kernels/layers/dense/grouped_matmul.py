@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float
 
-from pallas_kernels.dispatch import Implementation, dispatch
+from pallas_kernels.dispatch import HOPPER, TRITON, Implementation, Kernel, dispatch
 from pallas_kernels.layers import hopper
 from pallas_kernels.layers.packed import int4, int4_kernel
 from pallas_kernels.layers.packed.int4_tiling import Int4Tiles, choose_tiles
@@ -255,9 +255,11 @@ def grouped_matmul(
     options = {"parts": parts, "dtype": dtype}
     kernel, reference = functools.partial(_pallas, **options), functools.partial(_reference, **options)
     flat = x.reshape(-1, x.shape[-1])
-    if tiles := packed_tiles(len(flat), weight, x.dtype, parts):
-        kernel = functools.partial(_hopper, tiles=tiles, dtype=dtype)
-        return hopper.choose_compiled(implementation, kernel, reference, flat, weight).reshape(parts, *rows, out)
+    tiles = packed_tiles(len(flat), weight, x.dtype, parts)
     block = 2 * weight.values.shape[2] if weight.is_packed else STEP
     limit = unsupported(x.shape[-1], groups, x.dtype, parts, block)
-    return dispatch(implementation, limit, kernel, reference, flat, weight).reshape(parts, *rows, out)
+    kernels = [
+        Kernel(HOPPER, functools.partial(_hopper, tiles=tiles, dtype=dtype), tiles is None),
+        Kernel(TRITON, kernel, limit),
+    ]
+    return dispatch(implementation, kernels, reference, flat, weight).reshape(parts, *rows, out)

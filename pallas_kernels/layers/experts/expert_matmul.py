@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.dispatch import Implementation, dispatch
+from pallas_kernels.dispatch import HOPPER, TRITON, Implementation, Kernel, dispatch
 from pallas_kernels.layers.dense.split_kernel import INNER_BYTES
 from pallas_kernels.layers.experts import expert_kernel, expert_reference, mxfp4
 from pallas_kernels.layers.experts.expert_blocks import own_choices, plan
@@ -32,7 +32,7 @@ from pallas_kernels.layers.experts.expert_bytes import PACKED, ordered
 from pallas_kernels.layers.experts.expert_reference import rows_of
 from pallas_kernels.layers.experts.expert_sums import packed_sums, unpacked_sums
 from pallas_kernels.layers.experts.expert_tiling import packed_tiles
-from pallas_kernels.layers.hopper import choose_compiled, multiprocessors
+from pallas_kernels.layers.hopper import multiprocessors
 from pallas_kernels.layers.quantize_rows import Activation, activate
 from pallas_kernels.layers.weights import Quantized
 
@@ -296,7 +296,9 @@ def expert_matmul(
         for run in (_pallas, expert_reference.reference)
     )
     unsupported = unsupported_experts(weight, x.dtype, gated=is_gated)
-    if not deterministic and (tiles := packed_tiles(weight, x.dtype, chosen.shape, gated=is_gated)):
-        kernel = functools.partial(_hopper, tiles=tiles, **options)
-        return choose_compiled(implementation, kernel, reference, x, weight, bias, factors, chosen)
-    return dispatch(implementation, unsupported, kernel, reference, x, weight, bias, factors, chosen)
+    tiles = None if deterministic else packed_tiles(weight, x.dtype, chosen.shape, gated=is_gated)
+    kernels = [
+        Kernel(HOPPER, functools.partial(_hopper, tiles=tiles, **options), tiles is None),
+        Kernel(TRITON, kernel, unsupported),
+    ]
+    return dispatch(implementation, kernels, reference, x, weight, bias, factors, chosen)

@@ -7,12 +7,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.dispatch import Implementation
+from pallas_kernels.dispatch import HOPPER, Implementation, Kernel, dispatch
 from pallas_kernels.layers.experts.expert_kernel import multiply, named
 from pallas_kernels.layers.experts.expert_matmul import Gate, expert_matmul
 from pallas_kernels.layers.experts.expert_rows import gather_blocks
 from pallas_kernels.layers.experts.expert_tiling import packed_tiles
-from pallas_kernels.layers.hopper import choose_compiled
 from pallas_kernels.layers.packed.int4_tiling import Int4Tiles
 from pallas_kernels.layers.weights import Quantized
 
@@ -106,4 +105,4 @@ def expert_mlp(
         return _products(x, weights, factors, chosen, gate=gate, **fixed)
     kernel = functools.partial(_hopper, gate=gate, tiles=(first, second))
     reference = functools.partial(_reference, gate=gate, parts=second.parts)
-    return choose_compiled(implementation, kernel, reference, x, weights, factors, chosen)
+    return dispatch(implementation, [Kernel(HOPPER, kernel)], reference, x, weights, factors, chosen)

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Bool, Float, Int
 
-from pallas_kernels.dispatch import Implementation, dispatch
+from pallas_kernels.dispatch import TRITON, Implementation, Kernel, dispatch
 from pallas_kernels.layers.partial_sums import sum_f32
 from pallas_kernels.layers.row_by_row import row_by_row
 
@@ -271,4 +271,4 @@ def route(
     unsupported = None if choice.count <= MOST else f"at most {MOST} experts, got {choice.count}"
     options = {"choice": choice, "shared": shared, "deterministic": deterministic}
     kernel, reference = (functools.partial(run, **options) for run in (_pallas, _reference))
-    return dispatch(implementation, unsupported, kernel, reference, logits, bias, correction, used)
+    return dispatch(implementation, [Kernel(TRITON, kernel, unsupported)], reference, logits, bias, correction, used)
