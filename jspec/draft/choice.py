@@ -34,7 +34,7 @@ class DrafterChoice:
     path: Path | None
 
     def __str__(self) -> str:
-        flag = f"--{self.method.replace('_', '-')}"
+        flag = f"--{'draft' if self.method == UNO.method else self.method.replace('_', '-')}"  # no flag of its own
         return flag if self.path is None else f"{flag} {self.path}"
 
     def load(self, *, dtype: str | None = None) -> Drafter:

@@ -138,8 +138,10 @@ def _take_named_target(arguments: argparse.Namespace) -> None:
         from jspec.draft.choice import choose_drafter, drafter_of  # here, because they import jax
         from jspec.draft.named import AUTO
 
-        is_auto = arguments.draft == AUTO
-        choice = choose_drafter(demo.folder(arguments.target, "target")) if is_auto else drafter_of(arguments.draft)
+        if arguments.draft == AUTO:
+            choice = choose_drafter(demo.folder(arguments.target, "target"))
+        else:
+            choice = drafter_of(demo.folder(arguments.draft, "head"))
         setattr(arguments, choice.method, choice.path or True)
         print(f"drafter: {choice}", file=sys.stderr)
     if any(getattr(arguments, name) for name in (*PRETRAINED, "ngram", "suffix")) or arguments.target == demo.NAME:

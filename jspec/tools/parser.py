@@ -45,7 +45,10 @@ EXAMPLES = {  # two example command lines for the help of each command
         f"bench report --target {TARGET} --head {HEAD} --prompts mt-bench,gsm8k --batch 1,8 --out report",
     ),
     "jspec bench serve": ("bench serve --slots 4", "bench serve --rate 2 --tree none chain:4"),
-    "jspec bench inflate": ("bench inflate demo large", "bench inflate demo large --head demo --head-out large-head"),
+    "jspec bench inflate": (
+        "bench inflate demo large --shape llama3-8b",
+        "bench inflate demo large --shape llama3-8b --draft-vocab-size 2048 --head demo --head-out large-head",
+    ),
 }
 
 

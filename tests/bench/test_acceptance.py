@@ -71,8 +71,8 @@ def test_acceptance_cases_with_a_look_up_are_the_head_the_look_up_and_both_as_th
         acceptance.cases(["block"], MEASURED, lookup="ngram", join="beside")
 
 
-def test_steps_by_match_length_add_up_what_the_head_and_the_look_up_had_accepted() -> None:
-    """Three rounds of a chain of two tokens of the head and a branch of three of the look-up, the last one cut."""
+def test_round_counts_the_emitted_tokens_of_the_head_and_of_the_look_up() -> None:
+    """Four rounds of a chain of two tokens of the head and a branch of three of the look-up, the last one cut."""
     parents = np.array([-1, 0, 1, 0, 3, -1])
     tree = dict(tokens=np.arange(6), parents=parents, scores=np.zeros(6), from_lookup=np.arange(6) > 2)
     rounds = [
@@ -81,11 +81,7 @@ def test_steps_by_match_length_add_up_what_the_head_and_the_look_up_had_accepted
         Round(**tree, path=[0, 3, 4], accept_len=2, emitted=[7], match_length=3),
         Round(**tree, path=[0], accept_len=0, emitted=[7], match_length=25),
     ]
-    found = [(one.match, one.steps, one.head, one.lookup, one.rate) for one in acceptance.by_match(rounds)]
-    assert found == [("0", 1, 2, 0, 0), ("3-4", 2, 0, 1.5, 0.75), ("25+", 1, 0, 0, 0), ("0+", 4, 0.5, 0.75, 0.375)]
-    edges = [replace(rounds[0], match_length=length) for length in (1, 2, 3, 4, 5, 8, 9, 24, 25, 99)]
-    kinds = [(one.match, one.steps) for one in acceptance.by_match(edges)][:-1]
-    assert kinds == [("1", 1), ("2", 1), ("3-4", 2), ("5-8", 2), ("9-12", 1), ("17-24", 1), ("25+", 2)]
+    assert [one.tokens_by_source for one in rounds] == [(2, 0, 2), (0, 2, 2), (0, 1, 2), (0, 0, 2)]
 
 
 @pytest.mark.long
@@ -97,19 +93,12 @@ def test_acceptance_command_with_a_look_up_counts_the_tokens_of_each_source(
     assert main(["bench", "acceptance", "--lookup", "ngram", "--join", "beside", *words, "--json", str(file)]) == 0
     head, lookup, both = json.loads(file.read_text())["results"]
     assert [one["case"]["drafts"] for one in (head, lookup, both)] == ["head", "ngram", "head+ngram, beside"]
-    assert not head["matches"] and not lookup["matches"]
-    *kinds, every = both["matches"]
-    assert sum(kind["steps"] for kind in kinds) == every["steps"] == both["rounds"] and len(kinds) > 2
-    for source in ("head", "lookup"):
-        assert every[source] > 0
-        total = sum(kind["steps"] * kind[source] for kind in kinds)
-        assert total == pytest.approx(every["steps"] * every[source])
-    assert 1 + every["head"] + every["lookup"] == pytest.approx(both["length"])
+    assert all(one[name] is None for one in (head, lookup) for name in ("head", "lookup"))
+    assert both["head"] > 0 and both["lookup"] > 0
+    assert 1 + both["head"] + both["lookup"] == pytest.approx(both["length"])
     assert both["length"] > max(head["length"], lookup["length"])
-    (without,) = [kind for kind in kinds if kind["match"] == "0"]
-    assert without["lookup"] == 0 and without["rate"] is None, "without a match the look-up drafts nothing"
-    printed = capsys.readouterr().out
-    assert "coupled, chain:4, head+ngram, beside, temperature 0: tokens a step by length of the match" in printed
+    *_, heading, _, _, _, row = capsys.readouterr().out.splitlines()
+    assert "by head  by look-up" in heading and row.split()[-2:] == [f"{both[name]:.2f}" for name in ("head", "lookup")]
 
 
 def test_acceptance_command_with_a_tree_that_the_rule_does_not_support_raises(capsys: pytest.CaptureFixture) -> None:

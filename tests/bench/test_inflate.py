@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, replace
 from functools import cache
 from typing import Any
 
@@ -20,10 +19,10 @@ from jspec.models.kv_cache import create
 from jspec.models.parts.kv_pool import PoolShape
 from jspec.models.parts.rope import Rope
 from jspec.tools import demo
-from jspec.tools.bench import random_models
+from jspec.tools.bench import options, random_models
 from jspec.tools.bench.inflate import grow
 from jspec.tools.bench.inflate.convert import grow_pair
-from jspec.tools.bench.inflate.grow import GrownSizes
+from jspec.tools.bench.inflate.grow import sizes_of
 from jspec.tools.replay import run_texts
 from pallas_kernels.layers.partial_sums import reduce_partials
 from tests.support import byte_pair, tiny
@@ -63,17 +62,13 @@ pytestmark = pytest.mark.once
     ids=["grouped queries, llama3", "one kv head, one channel more", "a kv head each, tied", "its vocabulary, tied"],
 )
 def test_inflated_target_has_the_logits_of_the_small_target(model: dict[str, Any], larger: dict[str, int]) -> None:
-    small, wanted = target(**model), replace(SIZES, **larger)
+    small, wanted = target(**model), SIZES | larger
     large, none = grow_pair(small, wanted)
     assert none is None and large.head is not None
-    layers = wanted.num_layers
-    assert {name: getattr(large.config, name) for name in sizes_of(wanted)} == sizes_of(wanted)
+    layers = wanted["num_layers"]
+    assert {name: getattr(large.config, name) for name in options.SIZES} == {n: wanted[n] for n in options.SIZES}
     match = compare(small, large, (2, 3, 4), (2, layers // 2, layers - 3), tokens())
     assert match.same, match
-
-
-def sizes_of(wanted: GrownSizes) -> dict[str, int]:
-    return {name: size for name, size in asdict(wanted).items() if name != "draft_vocab_size"}
 
 
 def test_inflated_embedded_target_has_the_logits_of_the_small_target() -> None:
@@ -87,7 +82,7 @@ def test_inflated_target_in_bfloat16_has_about_the_logit_error_of_the_small_targ
     """Small and inflated bfloat16 targets round differently, so each is compared with the float32 target."""
     small, _ = byte_models()
     rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), small)
-    large, _ = grow_pair(small, replace(BYTE_SIZES, hidden_size=128), dtype="bfloat16")
+    large, _ = grow_pair(small, BYTE_SIZES | dict(hidden_size=128), dtype="bfloat16")
     assert {leaf.dtype for leaf in jax.tree.leaves(large)} == {jnp.dtype("bfloat16")}
     exact, own, logits = (np.asarray(run_texts(model, text_tokens()).logits) for model in (small, rounded, large))
     assert logits[..., 256:].max() < exact.min() - 100
@@ -190,7 +185,7 @@ EAGLE31 = dict(num_layers=2, fc_norm=True, norm_output=True)
 def test_inflated_head_has_the_logits_of_the_small_head(vocab: int | None, config: dict[str, Any]) -> None:
     model = target()
     head = head_of(model, **config)
-    large, large_head = grow_pair(model, replace(SIZES, draft_vocab_size=vocab), head=head)
+    large, large_head = grow_pair(model, SIZES | dict(draft_vocab_size=vocab), head=head)
     assert large_head is not None and large_head.config.draft_vocab_size == (vocab or DRAFTED)
     states, new_states = head.config.states_of(LAYERS), large_head.config.states_of(12)
     features, new_features = (run_texts(m, tokens(), at).features for m, at in ((model, states), (large, new_states)))
@@ -213,7 +208,7 @@ def short_pairs() -> list[tuple[Model, EagleHead]]:
     """Small and inflated embedded pair without the target's last three layers, which compile faster."""
     whole, head = byte_models()
     model = whole.replace(layers=whole.layers[:5], config=whole.config.resized(num_layers=5))
-    large, large_head = grow_pair(model, replace(BYTE_SIZES, num_layers=6), head=head, feature_layers=(2, 5, 6))
+    large, large_head = grow_pair(model, BYTE_SIZES | dict(num_layers=6), head=head, feature_layers=(2, 5, 6))
     assert large_head is not None
     return [(model, head), (large, large_head)]
 
@@ -272,7 +267,7 @@ def test_inflated_head_with_other_feature_layers_keeps_or_moves_them_as_requeste
 
 def test_inflation_plan_of_the_embedded_pair_has_the_sizes_of_an_8b_model() -> None:
     model, head = byte_models()
-    made = grow.plan(model, GrownSizes.of("llama3-8b"), head=head, feature_layers=None, dtype="bfloat16")
+    made = grow.plan(model, sizes_of("llama3-8b"), head=head, feature_layers=None, dtype="bfloat16")
     own = made.target.old
     assert made.target.new == random_models.TARGETS["llama3-8b"].resized(
         rope=own.rope, max_position=own.max_position, norm_eps=own.norm_eps / 64
@@ -283,7 +278,7 @@ def test_inflation_plan_of_the_embedded_pair_has_the_sizes_of_an_8b_model() -> N
 
 def test_inflation_plan_of_the_demo_pair_keeps_the_draft_vocabulary_of_its_head() -> None:
     model = tiny.load_target(demo.TARGET)
-    sizes = replace(GrownSizes.of("llama3-8b"), draft_vocab_size=model.config.vocab_size)
+    sizes = sizes_of("llama3-8b") | dict(draft_vocab_size=model.config.vocab_size)
     made = grow.plan(model, sizes, head=tiny.load_head(demo.HEAD), feature_layers=None, dtype="bfloat16")
     assert made.head is not None and made.head.new.num_layers == made.head.old.num_layers
     assert (made.head.new.hidden_size, made.head.new.draft_vocab_size) == (4096, 2048)

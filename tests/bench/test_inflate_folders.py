@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,7 @@ GOLDEN = Path(__file__).parents[1] / "data" / "golden" / "families"
 
 def refused(**changes: Any) -> Callable[[], Any]:
     """Return a function that inflates a target and its head to other sizes, which must raise."""
-    return lambda: grow_pair(target(), replace(SIZES, **changes), head=head_of(target()))
+    return lambda: grow_pair(target(), SIZES | changes, head=head_of(target()))
 
 
 def refused_head(**changes: Any) -> Callable[[], Any]:
@@ -86,7 +85,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     },
     "normed features and more draft tokens": (
         lambda: grow_pair(target(), SIZES, head=head_of(target(), norm_output=True)),
-        "draft_vocab_size: expected 12, as before, for a head that norms its features .* take --draft-vocab 12",
+        "draft_vocab_size: expected 12, as before, for a head that norms its features .* take --draft-vocab-size 12",
     ),
     "normed states of another width": (
         lambda: grow_pair(
@@ -129,8 +128,8 @@ def test_inflation_to_impossible_sizes_or_heads_raises(what: str) -> None:
         attempt()
 
 
-FLAGS = [f"--{name.removesuffix('_size').replace('_', '-')}={size}" for name, size in asdict(BYTE_SIZES).items()]
-LARGER_TINY = ("--shape", "tiny", "--hidden", "96", "--num-heads", "8")
+FLAGS = [f"--{name.replace('_', '-')}={size}" for name, size in BYTE_SIZES.items()]
+LARGER_TINY = ("--shape", "tiny", "--hidden-size", "96", "--num-heads", "8")
 
 
 def inflate(out: Path, *words: str | Path) -> list[str]:
@@ -163,14 +162,14 @@ def test_inflated_folders_hold_compressed_weights_equal_to_those_in_memory(writt
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (LARGER_TINY[2:], "expected --shape or every size, got none for --intermediate-size, --num-layers"),
+        (("--intermediate-size", "8"), "--intermediate-size: expected at least the small one's"),
         (
             ("--shape", "tiny"),
             "--hidden-size: expected more than the small model's 64, got 64: a larger vocabulary needs one more "
-            "channel; take a larger shape or --hidden, or --vocab 256",
+            "channel; take a larger shape or --hidden-size, or --vocab-size 256",
         ),
         ((*LARGER_TINY, "--head", "demo"), "expected HEAD and a HEAD_OUT apart from OUT, got demo and None"),
-        ((*LARGER_TINY, "--feature-layers", "3,2,5"), "layers: expected room"),
+        ((*LARGER_TINY, "--num-layers", "6"), "layers: expected room"),
     ],
 )
 def test_inflate_command_with_a_wrong_option_prints_one_line_and_writes_nothing(
@@ -203,3 +202,7 @@ def test_inflate_command_overwrite_option_replaces_folder(
     said = capsys.readouterr().out
     assert said.startswith(f"{written[0]}: bfloat16") and "hidden_size=96" in said
     assert json.loads((written[0] / "jspec.json").read_text())["config"]["vocab_size"] == 512
+    assert main([*inflate(written[0], "--intermediate-size", "512"), "--overwrite"]) == 0
+    small = byte_models()[0].config
+    sizes = f"hidden_size={small.hidden_size}, intermediate_size=512, num_layers={small.num_layers},"
+    assert sizes in capsys.readouterr().out, "without --shape what is not named stays"

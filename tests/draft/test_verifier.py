@@ -11,7 +11,7 @@ import pytest
 
 from convert.fields import CheckpointError
 from jspec import MTP, Eagle3, Engine
-from jspec.draft.choice import DrafterChoice, choose_drafter
+from jspec.draft.choice import DrafterChoice, choose_drafter, drafter_of
 from jspec.draft.verifier import NamedTarget, named_target
 from jspec.tools import generate, info, serve
 from jspec.tools.command_line import make_parser
@@ -76,6 +76,9 @@ def test_drafter_auto_is_that_beside_the_target_or_its_own_layer_or_a_suffix(tmp
     own = golden / "families" / "glm4_moe"
     assert choose_drafter(own) == DrafterChoice("mtp", own)
     assert isinstance(DrafterChoice("mtp", own).load(dtype="float32"), MTP)
+    adapter = drafter_of(golden / "adapters" / "llama" / "all")
+    flag, path = str(adapter).split(maxsplit=1)
+    assert adapter.method == "uno" and (flag, path) == ("--draft", str(adapter.path)), "an adapter has no other flag"
     beside = target / "drafter"
     head.rename(beside)
     assert choose_drafter(target) == DrafterChoice("eagle3", beside)

@@ -14,7 +14,7 @@ import pytest
 from jspec import Completion, Eagle3, Engine, Model, SamplingParams, Tree
 from jspec.tools import demo
 from jspec.tools.bench.inflate.convert import grow_pair
-from jspec.tools.bench.inflate.grow import GrownSizes
+from jspec.tools.bench.inflate.grow import sizes_of
 
 pytestmark = pytest.mark.once
 TEXT = (Path(demo.__file__).parents[1] / "sample_text.txt").read_text()
@@ -31,8 +31,8 @@ def timed(label: str, function: Callable[[], Any]) -> tuple[float, Any]:
 def pair(shape: str, dtype: str) -> tuple[Model, Any]:
     small = Model.from_pretrained(demo.TARGET, dtype="float32")
     head = Eagle3.from_pretrained(demo.HEAD, tree="chain:4", dtype="float32").head
-    like = replace(GrownSizes.like(small), intermediate_size=1024)
-    sizes = like if shape == "small" else replace(GrownSizes.of(shape), draft_vocab_size=small.config.vocab_size)
+    draft_vocab = {"draft_vocab_size": small.config.vocab_size}
+    sizes = {"intermediate_size": 1024} if shape == "small" else sizes_of(shape) | draft_vocab
     return grow_pair(small, sizes, head=head, dtype=dtype)
 
 

@@ -14,13 +14,12 @@ from jspec.draft.eagle_head import EagleHead
 from jspec.models.parts.rope import Rope
 from jspec.tools.bench.inflate import convert as inflate
 from jspec.tools.bench.inflate import grow
-from jspec.tools.bench.inflate.grow import GrownSizes
 from jspec.tools.replay import run_texts
 from tests.support import byte_pair, tiny
 from tests.support.arrays import on_device
 
 VOCAB, DRAFTED, LAYERS = 40, 12, 7
-SIZES = GrownSizes(
+SIZES = dict(
     hidden_size=40,
     intermediate_size=48,
     num_layers=12,
@@ -35,7 +34,7 @@ LLAMA3 = Rope(
     theta=500.0, kind="llama3", factor=8.0, original_max_position=64
 )  # the scaling changes some of the few channels
 # Few layers, to compile quickly; larger in every size.
-BYTE_SIZES = GrownSizes(96, 208, 9, 9, 3, 32, 300, 100)
+BYTE_SIZES = dict(zip(SIZES, (96, 208, 9, 9, 3, 32, 300, 100), strict=True))
 TEXT = (byte_pair.PROMPT * 3).encode()[:96]
 
 

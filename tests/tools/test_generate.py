@@ -252,6 +252,9 @@ def test_generate_command_given_demo_finds_the_embedded_folder_of_each_kind_of_d
         arguments = command_line.make_parser().parse_args(words)
         generate.prepare(arguments)
         assert Path(getattr(arguments, name)) == folder and type(load_drafter(folder)) is kind
+    arguments = command_line.make_parser().parse_args(["generate", "--target", "demo", "--draft", "demo", "x"])
+    generate.prepare(arguments)
+    assert arguments.eagle3 == demo.HEAD, "of the embedded heads --draft takes the EAGLE-3 head"
 
 
 def test_draft_device_option_names_a_device_of_the_draft_model(capsys: pytest.CaptureFixture) -> None:

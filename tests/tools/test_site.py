@@ -102,7 +102,7 @@ def test_reference_has_every_public_name() -> None:
 def test_table_of_memory_has_what_the_shapes_take() -> None:
     text = (REPOSITORY / "notebooks" / "targets.md").read_text()
     rows = re.findall(r"^\| `([\w.-]+)` \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", text, re.M)
-    assert len(rows) == 10
+    assert len(rows) == 12
     for shape, *cells in rows:
         weights = tree_bytes(abstract_weights(model_params(target_config(shape)), "bfloat16"))
         token = (cache_bytes(shape, 201, 8) - cache_bytes(shape, 101, 8)) / 1600
@@ -117,6 +117,44 @@ def cache_bytes(shape: str, pages: int, slots: int) -> int:
     kinds: dict[str, Any] = dict(dtype="bfloat16", draft_dtype="bfloat16", state_dtype="bfloat16")
     pool = PoolShape(slots=slots, pages=pages, page_size=16, max_len=2048, **kinds)
     return tree_bytes(jax.eval_shape(lambda: kv_cache.create(target_config(shape).layers, pool, "bfloat16")))
+
+
+def test_page_of_speed_shows_every_report_as_it_was_written() -> None:
+    page, folder = (REPOSITORY / "notebooks" / "speed.md").read_text(), REPOSITORY / "notebooks" / "pictures"
+    reports = sorted(path.name for path in folder.glob("*_report"))
+    assert reports == ["demo_report", "h200_report"]
+    for name in reports:
+        assert f"](pictures/{name}/report.svg)" in page and f"](pictures/{name}/report.md)" in page
+        assert (folder / name / "report.svg").is_file()
+    written = (folder / "h200_report" / "report.md").read_text()
+    rows = re.findall(r"^\| (?:sample|mt-bench|gsm8k) .*$", written, re.M)
+    assert len(rows) == 9 and "\n".join(rows) in page
+    speed_ups = {batch: [] for batch in ("1", "8", "32")}
+    for row in rows:
+        _, _, _, batch, _, _, plain, drafted, speed_up, *_ = (cell.strip() for cell in row.split("|"))
+        assert float(drafted) / float(plain) == pytest.approx(float(speed_up), abs=0.011)
+        speed_ups[batch].append(f"{float(speed_up):.1f}")
+    first = (REPOSITORY / "README.md").read_text()
+    least, most = ({batch: choose(speed_ups[batch]) for batch in ("1", "32")} for choose in (min, max))
+    assert f"{least['1']} to {most['1']} times as fast at batch 1, {least['32']} to {most['32']} at 32" in first
+
+
+def test_pictures_are_what_their_command_draws_from_the_code(tmp_path: Path) -> None:
+    pictures = runpy.run_path(str(REPOSITORY / ".ci" / "pictures.py"))
+    pictures["draw"](tmp_path)
+    words = {}
+    for name in ("round.svg", "memory.svg"):
+        drawn = (tmp_path / name).read_text()
+        assert drawn == (REPOSITORY / "notebooks" / "pictures" / name).read_text(), "run .ci/pictures.py"
+        words[name] = re.findall(r"<text[^>]*>(.*)</text>", drawn)
+    stages = re.findall(r'weight="bold"[^>]*>(\w+)<', (tmp_path / "round.svg").read_text())
+    assert stages == ["view", "draft", "verify", "accept", "commit", "report"]
+    # Tokens, layers and that of the head, keys and values, heads, channels, bytes.
+    page = 16 * (32 + 1) * 2 * 8 * 128 * 2 / 2**20
+    assert any(f"a page of 16 tokens {page:.2f} MiB" in line for line in words["memory.svg"])
+    layer = 4096 * (2 * 32 + 2 * 8) * 128 + 3 * 4096 * 14336  # weights
+    read = 2 * (32 * layer + 4096 * 128256) + 1024 * 32 * 2 * 8 * 128 * 2  # and rows of the cache, bytes
+    assert f"reads at least {read / 2**30:.1f} GiB" in words["round.svg"]
 
 
 def test_release_files_have_one_version_and_name_what_exists() -> None:

@@ -4,34 +4,31 @@ A target and a drafter are measured: the embedded pair (`jspec.tools.demo`), or 
 was trained on short texts drafts worse on long ones (`--context`), and a window (`--draft-window`) limits the tokens
 that it sees. Prompts of all context lengths end at the same positions of the text.
 
-With `--lookup`, each case is measured with the head alone, the look-up alone, and both, whose accepted tokens are
-counted by who drafted them and by the length of the match that the look-up found.
+With `--lookup`, each case is measured with the head alone, the look-up alone, and both, whose emitted tokens are
+counted by who drafted them.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
 from jspec.core.tree import Tree
 from jspec.draft.base import Drafter
-from jspec.draft.match_rates import LENGTHS
 from jspec.draft.named import LOOKUPS, with_lookup
 from jspec.engine.callers.api import Engine
 from jspec.engine.request.metrics import LowAcceptanceWarning, Metrics
-from jspec.engine.request.round_record import Round
 from jspec.engine.request.sampling_params import SamplingParams
 from jspec.tools.bench.options import SAMPLES, TEMPERATURES, TOKENS
 from jspec.tools.bench.pair import BenchPair
 from jspec.tools.bench.prompt_sets import SAMPLE_SIZE, SAMPLED, sample
-from jspec.tools.bench.results import Column, Results, table_of
+from jspec.tools.bench.results import Column, Results
 from jspec.tools.options import check_join
 
 SLOTS, PREFILL = 16, 512  # requests at once, most tokens of a piece of a prompt
@@ -60,28 +57,6 @@ class AcceptanceCase:
 
 
 @dataclass(frozen=True)
-class MatchedSteps:
-    """The steps whose look-up found a match of one kind (`jspec.draft.match_rates`), and what they accepted."""
-
-    match: Annotated[str, Column("match")]  # its length in tokens; 0: no match, 0+: any or none
-    steps: Annotated[int, Column("steps")]
-    head: Annotated[float, Column("by head", ".2f")]  # accepted tokens a step that the head drafted
-    lookup: Annotated[float, Column("by look-up", ".2f")]  # and those that the look-up drafted
-    rate: Annotated[float | None, Column("emitted", ".0%")]  # share of the look-up's verified tokens that were emitted
-
-
-def by_match(rounds: Sequence[Round]) -> Iterator[MatchedSteps]:
-    """Yield the steps of each kind that occurred in recorded rounds, and all steps."""
-    for least, end in (*pairwise((0, *LENGTHS, sys.maxsize)), (0, sys.maxsize)):
-        counts = [r.tokens_by_source for r in rounds if least <= (r.match_length or 0) < end]
-        if counts:
-            head, lookup, verified = map(sum, zip(*counts, strict=True))
-            most = "+" if end == sys.maxsize else f"-{end - 1}" if end > least + 1 else ""
-            rate, steps = lookup / verified if verified else None, len(counts)
-            yield MatchedSteps(f"{least}{most}", steps, head / steps, lookup / steps, rate)
-
-
-@dataclass(frozen=True)
 class MeasuredAcceptance:
     """The measured acceptance of an engine's draft tokens at one temperature."""
 
@@ -91,7 +66,9 @@ class MeasuredAcceptance:
     error: Annotated[float, Column("±", ".2f")]  # standard error of `length` over prompts, tokens a step
     rate: Annotated[float, Column("emitted", ".0%")]  # share of the drafted tokens that were emitted
     rounds: Annotated[int, Column("steps")]  # number of steps that `length` averages
-    matches: tuple[MatchedSteps, ...] = ()  # if a look-up drafts beside a head
+    # Emitted tokens a step that a head and a look-up beside it drafted; None: one of them drafts alone.
+    head: Annotated[float | None, Column("by head", ".2f")] = None
+    lookup: Annotated[float | None, Column("by look-up", ".2f")] = None
 
 
 def cases(
@@ -180,13 +157,13 @@ def _complete(
     params = [replace(common, seed=seed) for seed in range(len(prompts))]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", LowAcceptanceWarning)  # the table says it
-        done = [one.raise_for_error() for one in engine.generate(prompts, params, trace="," in (case.drafts or ""))]
+        done = [one.raise_for_error() for one in engine.generate(prompts, params)]
     metrics = [completion.metrics for completion in done]
     parts = [sum(metrics[start : start + samples], Metrics()) for start in range(0, len(done), samples)]
     whole = sum(parts, Metrics())
     figures = (whole.mean_acceptance_length, standard_error(parts), whole.acceptance_rate, whole.num_drafts)
-    matches = by_match([one for completion in done for one in completion.rounds or ()])
-    return MeasuredAcceptance(case, temperature, *figures, tuple(matches))
+    by_source: Any = {name: count / whole.num_drafts for name, count in whole.num_accepted_tokens_per_source.items()}
+    return MeasuredAcceptance(case, temperature, *figures, **by_source)
 
 
 def standard_error(parts: Sequence[Metrics]) -> float:
@@ -194,16 +171,6 @@ def standard_error(parts: Sequence[Metrics]) -> float:
     others = [sum((*parts[:i], *parts[i + 1 :]), Metrics()) for i in range(len(parts))]
     without = [metrics.mean_acceptance_length for metrics in others]
     return (len(parts) - 1) / len(parts) ** 0.5 * statistics.stdev(without)
-
-
-def matches_of(results: Sequence[MeasuredAcceptance]) -> str:
-    """Format a table of accepted tokens by kind of match for each result with a look-up beside a head."""
-    return "\n".join(
-        f"\n{one.case.accept}, {one.case.tree}, {one.case.drafts}, temperature {one.temperature:g}: tokens a step by "
-        f"length of the match in tokens\n{table_of(one.matches)}"
-        for one in results
-        if one.matches
-    )
 
 
 def run(arguments: argparse.Namespace) -> Results:
@@ -219,4 +186,4 @@ def run(arguments: argparse.Namespace) -> Results:
     sizes: Any = dict(tokens=a.tokens, samples=a.samples)
     results = (line for case in settings for line in measure(pair, case, a.temperature, texts, **sizes))
     count = len(settings) * len(a.temperature) * len(texts or [None])
-    return Results("tokens a step ± standard error, share of drafted tokens emitted", results, matches_of, count=count)
+    return Results("tokens a step ± standard error, share of drafted tokens emitted", results, count=count)

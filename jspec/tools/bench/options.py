@@ -84,8 +84,6 @@ def tree_name(tree: Tree | None) -> str:
 
 _tree = with_message(Tree.parse)
 TREES = partial(option, "--tree", type=or_none(Tree.parse), nargs="+", metavar="TREE", help=f"none, {TREE_FORMS}")
-
-
 PUBLIC_SETS, SAMPLE = ("mt-bench", "gsm8k", "humaneval"), "sample"
 PROMPT_FIELDS = "turns (a list of texts, of which the first is taken), prompt (a text) or question (a text)"
 PROMPTS = f"{', '.join(PUBLIC_SETS)}, {SAMPLE}: of this package, or a file of JSON lines with {PROMPT_FIELDS}"
@@ -200,19 +198,16 @@ REPORT = (
     option("--draft-window", type=count, metavar="W", help="newest tokens that the drafter sees; default: all"),
     *LOOKUP,
 )
-SIZE_HELP = "size of the written target; default: that of --shape"
-STATES = "default: layers 2, N//2 and N-3 of N if the small one reads these, else the same numbers"
 INFLATE = (
     option("target", help='folder or hub id of a small model; "demo": the embedded pair\'s target'),
     option("out", type=Path, help="folder to write"),
     option("--head", help='folder or hub id of its EAGLE-3 head; "demo": the embedded one; default: none'),
     option("--head-out", type=Path, metavar="DIR", help="folder to write the head to; default: none"),
-    option("--shape", choices=DENSE, help="names all sizes; default: every size is an option"),
+    option("--shape", choices=DENSE, help="names all sizes; default: those of the small model"),
     *(
-        option(f"--{name.removesuffix('_size').replace('_', '-')}", type=count, dest=name, metavar="N", help=SIZE_HELP)
+        option(f"--{name.replace('_', '-')}", type=count, metavar="N", help="written size; default: that of --shape")
         for name in (*SIZES, "draft_vocab_size")
     ),
-    option("--feature-layers", type=ints, metavar="2,16,29", help=f"states that the written head reads; {STATES}"),
     option("--dtype", choices=GROWN_DTYPES, default="bfloat16", help="dtype of the written weights"),
     option("--overwrite", action="store_true", help="replace existing converted folders"),
 )

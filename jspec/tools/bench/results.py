@@ -36,15 +36,13 @@ class Column(NamedTuple):
 
 
 def cells(record: Any) -> dict[str, str]:
-    """Return a record's table cells by heading; records and mappings in its fields add their own cells."""
+    """Return a record's table cells by heading; records in its fields add their own cells."""
     texts: dict[str, str] = {}
     for name, hint in get_type_hints(type(record), include_extras=True).items() if is_dataclass(record) else ():
         value = getattr(record, name)
         column = next((argument for argument in get_args(hint) if isinstance(argument, Column)), None)
         if column is None:
             texts |= cells(value)
-        elif isinstance(value, Mapping) and not column.format:
-            texts |= {key: "" if item is None else str(item) for key, item in value.items()}
         else:
             texts[column.heading] = column.cell(value)
     return texts

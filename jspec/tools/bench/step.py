@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import groupby, product
@@ -22,15 +22,10 @@ from jax.tree_util import GetAttrKey, tree_map_with_path
 
 from jspec.core.records import LayerState, SlotState
 from jspec.core.tree import ROOT_ONLY, Tree
+from jspec.draft.auto import DRAFTERS
 from jspec.draft.base import Drafter, NoDraft
-from jspec.draft.dflash import DFlash
-from jspec.draft.dflash2 import DFlash2
 from jspec.draft.dflash_head import DFlashHead
-from jspec.draft.dspark import DSpark
-from jspec.draft.eagle import Eagle3
 from jspec.draft.eagle_head import EagleHead
-from jspec.draft.gemma4_assistant import Gemma4Assistant
-from jspec.draft.peagle import PEagle
 from jspec.models.adapters import empty_tables
 from jspec.models.decoder import Model
 from jspec.models.parts.kv_pool import PoolShape
@@ -43,14 +38,6 @@ from jspec.tools.bench.options import tree_name
 from jspec.tools.bench.results import Column, Results
 from pallas_kernels.layers.weights import FORMATS, Kind
 
-DRAFTERS: dict[str, Callable[..., Drafter]] = {
-    "eagle3": Eagle3,
-    "peagle": PEagle,
-    "dflash": DFlash,
-    "dflash2": DFlash2,
-    "dspark": DSpark,
-    "gemma4_assistant": Gemma4Assistant,
-}
 GROUP = 32  # steps dispatched between two looks at the clock; only the first one finds an idle device
 GROUPS = 12
 UNHINDERED = 8  # first dispatches of a group, in which the host does not yet wait for the device
@@ -77,7 +64,7 @@ class StepCase:
     # Depth at which a step cuts the tree, 0: nothing is drafted; None: the tree's depth.
     depth: Annotated[int | None, Column("depth")] = None
     nodes: Annotated[int | None, Column("nodes")] = None  # draft nodes verified per row, on average; None: all
-    drafter: Annotated[str, Column("drafter")] = "eagle3"  # kind of the head, by its name in `DRAFTERS`
+    drafter: Annotated[str, Column("drafter")] = "eagle3"  # kind of the head, by its name in `random_models.HEADS`
     deterministic: bool = False
     tensor_parallel: Annotated[int, Column("devices")] = 1  # number of devices over which weights are divided
     adapters: Annotated[int, Column("adapters")] = 0  # tables of rank `RANK`, from which the rows choose in turn

@@ -90,13 +90,10 @@ def engine(*, drafted: bool, target: Model | None = None) -> Engine:
 
 def widened() -> Model:
     """Return the embedded target with feed-forwards of `WIDTH` channels, of which all but the trained ones are zero."""
-    from dataclasses import replace
-
     from jspec.tools.bench.inflate.convert import grow_pair
-    from jspec.tools.bench.inflate.grow import GrownSizes
 
     model = jspec.Model.from_pretrained(TARGET, dtype="float32")
-    return grow_pair(model, replace(GrownSizes.like(model), intermediate_size=WIDTH))[0]
+    return grow_pair(model, {"intermediate_size": WIDTH})[0]
 
 
 def run(out: TextIO | None = None) -> int:

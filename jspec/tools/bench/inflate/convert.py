@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from jspec.draft import auto
 from jspec.draft.eagle_head import EagleHead
 from jspec.models.decoder import Model
 from jspec.tools import demo
-from jspec.tools.bench.inflate.grow import Factor, GrownSizes, GrowthPlan, Padder, plan
+from jspec.tools.bench.inflate.grow import Factor, GrowthPlan, Padder, Sizes, plan, sizes_of
 from jspec.tools.bench.options import SIZES
 from jspec.tools.bench.results import Results
 
@@ -36,12 +35,12 @@ Batches = Iterator[dict[str, Array]]  # weights by name; one batch is in memory 
 def write(
     target: str | Path,
     out: str | Path,
-    sizes: GrownSizes,
+    sizes: Sizes,
     *,
     head: str | Path | None = None,
     head_out: str | Path | None = None,
+    dtype: str,
     overwrite: bool = False,
-    **options: Any,
 ) -> GrowthPlan:
     """Inflate a target and its head and write their folders; raise all errors before the first file is written.
 
@@ -49,7 +48,7 @@ def write(
         target: folder or hub id, or "demo"; its tokenizer files and config.json are copied.
         head: folder or hub id of the EAGLE-3 head, or "demo"; None: no head.
         head_out: folder to write the head to; None if there is no head.
-        options: feature layers and dtype, as for `plan`.
+        dtype: dtype of the written weights, as for `plan`.
     """
     if (head is None) != (head_out is None) or out == head_out:
         raise ValueError(f"expected HEAD and a HEAD_OUT apart from OUT, got {head} and {head_out}; give both or none")
@@ -59,7 +58,7 @@ def write(
     small = Model.from_weights(source.config, source.weights)
     head_source = None if head is None else _load(head, demo.HEAD, "eagle3")
     small_head = None if head_source is None else EagleHead.from_weights(head_source.config, head_source.weights)
-    made = plan(small, sizes, head=small_head, **options)
+    made = plan(small, sizes, head=small_head, feature_layers=None, dtype=dtype)
     _save(out, source, made.target, target_batches(small, made), overwrite)
     if head_out is not None and head_source is not None and small_head is not None and made.head is not None:
         _save(head_out, head_source, made.head, head_batches(small_head, made.head, made.target), overwrite)
@@ -68,7 +67,7 @@ def write(
 
 def grow_pair(
     small: Model,
-    sizes: GrownSizes,
+    sizes: Sizes,
     *,
     head: EagleHead | None = None,
     feature_layers: tuple[int, ...] | None = None,
@@ -144,16 +143,9 @@ def head_batches(head: EagleHead, padder: Padder, target: Padder) -> Batches:
 def run(arguments: argparse.Namespace) -> Results:
     """Write the inflated target and head to the folders that the command line names."""
     a = arguments
-    overrides = {field.name: value for field in fields(GrownSizes) if (value := getattr(a, field.name)) is not None}
-    missing = [name for name in SIZES if name not in overrides]
-    if a.shape is None and missing:
-        raise ValueError(
-            f"expected --shape or every size, got none for {', '.join(missing)}; give the one or the other"
-        )
-    sizes = GrownSizes(**overrides) if a.shape is None else replace(GrownSizes.of(a.shape), **overrides)
-    layers = None if a.feature_layers is None else tuple(a.feature_layers)
-    options = dict(feature_layers=layers, dtype=a.dtype, overwrite=a.overwrite)
-    made = write(a.target, a.out, sizes, head=a.head, head_out=a.head_out, **options)
+    named = {name: size for name in (*SIZES, "draft_vocab_size") if (size := getattr(a, name)) is not None}
+    sizes = ({} if a.shape is None else sizes_of(a.shape)) | named
+    made = write(a.target, a.out, sizes, head=a.head, head_out=a.head_out, dtype=a.dtype, overwrite=a.overwrite)
     written = {a.out: made.target.new} | ({} if made.head is None else {a.head_out: made.head.new})
-    sizes_of = {path: ", ".join(f"{name}={getattr(new, name)}" for name in SIZES) for path, new in written.items()}
-    return Results("\n".join(f"{path}: {a.dtype}, {text}" for path, text in sizes_of.items()), ())
+    texts = {path: ", ".join(f"{name}={getattr(new, name)}" for name in SIZES) for path, new in written.items()}
+    return Results("\n".join(f"{path}: {a.dtype}, {text}" for path, text in texts.items()), ())

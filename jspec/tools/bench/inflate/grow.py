@@ -82,7 +82,8 @@ class Mask:
         if new.hidden_size == old.hidden_size:
             raise ValueError(
                 f"hidden_size: expected more than the small model's {old.hidden_size}, got {new.hidden_size}: a larger "
-                f"vocabulary needs one more channel; take a larger shape or --hidden, or --vocab {old.vocab_size}"
+                "vocabulary needs one more channel; take a larger shape or --hidden-size, or --vocab-size "
+                f"{old.vocab_size}"
             )
         largest = math.sqrt(old.hidden_size * old.norm_eps * NEGLIGIBLE)
         row = LEVEL * math.sqrt(old.hidden_size / new.hidden_size)
@@ -156,33 +157,15 @@ WIDTHS = ("hidden_size", "intermediate_size", "num_kv_heads", "vocab_size")
 UNPADDED = ("norm_before_residual", "norm_before_fc", "fc_bias", "qkv_bias", "qk_norm")
 
 
-@dataclass(frozen=True)
-class GrownSizes:
-    """Sizes of the larger target, named as in `ModelConfig`; the head's layers get the same sizes."""
+# Sizes of the larger target by their names in `ModelConfig`, and ``draft_vocab_size``, how many tokens its head drafts.
+# The head's layers get the sizes of the target's; what is not named stays as it is in the small target or head.
+Sizes = dict[str, int]
 
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    draft_vocab_size: int | None = None  # tokens that the head can draft; None: as many as the old head
 
-    @classmethod
-    def of(cls, shape: str) -> GrownSizes:
-        """Return the sizes of a named shape in `random_models`, with its head's draft vocabulary."""
-        sizes = {name: getattr(random_models.TARGETS[shape], name) for name in SIZES}
-        return cls(**sizes, draft_vocab_size=random_models.DRAFT_VOCAB[shape])
-
-    @classmethod
-    def like(cls, model: Model) -> GrownSizes:
-        """Return the sizes of a model."""
-        return cls(**{name: getattr(model.config, name) for name in SIZES})
-
-    def of_layers(self) -> dict[str, Any]:
-        """Return the sizes that the configs of target and head share: all but the number of layers."""
-        return {name: getattr(self, name) for name in SIZES if name != "num_layers"}
+def sizes_of(shape: str) -> dict[str, int]:
+    """Return the sizes of a named shape in `random_models`, with its head's draft vocabulary."""
+    sizes = {name: getattr(random_models.TARGETS[shape], name) for name in SIZES}
+    return sizes | {"draft_vocab_size": random_models.DRAFT_VOCAB[shape]}
 
 
 @dataclass(frozen=True)
@@ -195,7 +178,7 @@ class GrowthPlan:
 
 
 def plan(
-    target: Model, sizes: GrownSizes, *, head: EagleHead | None, feature_layers: tuple[int, ...] | None, dtype: str
+    target: Model, sizes: Sizes, *, head: EagleHead | None, feature_layers: tuple[int, ...] | None, dtype: str
 ) -> GrowthPlan:
     """Check that a target and its head can grow, and return the plan.
 
@@ -210,8 +193,8 @@ def plan(
         raise ValueError(f"inflate: expected unquantised weights, got {kind}; inflate first, then quantise")
     old = target.config
     _check_layers(old)
-    grown = dict(num_layers=sizes.num_layers, norm_eps=_eps(old, sizes), tie_word_embeddings=False)
-    new = old.resized(**sizes.of_layers(), **grown)
+    whole = {name: sizes.get(name, getattr(old, name)) for name in SIZES}
+    new = old.resized(**whole, norm_eps=_eps(old, whole), tie_word_embeddings=False)
     _check_sizes("target", old, new)
     padder = Padder(old, new, dtype, Mask.of(old, new) if new.vocab_size > old.vocab_size else None)
     usual = default_states(old.num_layers) if old.num_layers >= LEAST_LAYERS else ()
@@ -224,7 +207,9 @@ def plan(
             f"feature_layers: expected a state for each of {states}, got {wanted}; pass {len(states)} of them"
         )
     layer_at = insert_layers(old.num_layers, new.num_layers, dict(zip(states, wanted, strict=True)))
-    return GrowthPlan(padder, None if head is None else _plan_head(head.config, padder, sizes, wanted), layer_at)
+    if head is None:
+        return GrowthPlan(padder, None, layer_at)
+    return GrowthPlan(padder, _plan_head(head.config, padder, sizes | whole, wanted), layer_at)
 
 
 def _check_layers(old: ModelConfig) -> None:
@@ -238,8 +223,8 @@ def _check_layers(old: ModelConfig) -> None:
             )
 
 
-def _eps(old: Config, sizes: GrownSizes) -> float:
-    return old.norm_eps * old.hidden_size / sizes.hidden_size
+def _eps(old: Config, sizes: Sizes) -> float:
+    return old.norm_eps * old.hidden_size / sizes["hidden_size"]
 
 
 def _check_sizes(what: str, old: Config, new: Config) -> None:
@@ -292,22 +277,23 @@ def _check_head(head: EagleHead, target: Model) -> None:
         )
 
 
-def _plan_head(old: HeadConfig, target: Padder, sizes: GrownSizes, feature_layers: tuple[int, ...]) -> Padder:
-    most = old.draft_vocab_size + sizes.vocab_size - old.vocab_size  # padded draft tokens are padded target tokens
-    drafted = sizes.draft_vocab_size or old.draft_vocab_size
+def _plan_head(old: HeadConfig, target: Padder, sizes: Sizes, feature_layers: tuple[int, ...]) -> Padder:
+    most = old.draft_vocab_size + sizes["vocab_size"] - old.vocab_size  # padded draft tokens are padded target tokens
+    drafted = sizes.get("draft_vocab_size") or old.draft_vocab_size
     if not old.draft_vocab_size <= drafted <= most:
         raise ValueError(
             f"draft_vocab_size: expected {old.draft_vocab_size} to {most} for {old.draft_vocab_size} draft tokens and "
-            f"a vocabulary of {old.vocab_size} -> {sizes.vocab_size}, got {drafted}; "
-            f"take --draft-vocab {old.draft_vocab_size}"
+            f"a vocabulary of {old.vocab_size} -> {sizes['vocab_size']}, got {drafted}; "
+            f"take --draft-vocab-size {old.draft_vocab_size}"
         )
     if drafted > old.draft_vocab_size and isinstance(old, Eagle3Config) and (old.fc_norm or old.norm_output):
         raise ValueError(
             f"draft_vocab_size: expected {old.draft_vocab_size}, as before, for a head that norms its features "
             f"(fc_norm, norm_output), got {drafted}: the norm would scale the mask of padded draft tokens; "
-            f"take --draft-vocab {old.draft_vocab_size}"
+            f"take --draft-vocab-size {old.draft_vocab_size}"
         )
-    grown = dict(target_hidden_size=sizes.hidden_size, norm_eps=_eps(old, sizes), feature_layers=feature_layers)
-    new = old.resized(**sizes.of_layers(), draft_vocab_size=drafted, **grown)
+    of_layers = {name: sizes[name] for name in SIZES if name != "num_layers"}
+    grown = dict(target_hidden_size=sizes["hidden_size"], norm_eps=_eps(old, sizes), feature_layers=feature_layers)
+    new = old.resized(**of_layers, draft_vocab_size=drafted, **grown)
     _check_sizes("head", old, new)
     return Padder(old, new, target.dtype, Mask.of(old, new) if drafted > old.draft_vocab_size else None)
