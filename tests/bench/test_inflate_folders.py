@@ -162,6 +162,7 @@ def test_inflated_folders_hold_compressed_weights_equal_to_those_in_memory(writt
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        ((), "expected --shape or a size, such as --hidden-size, got none; name one that shall grow"),
         (("--intermediate-size", "8"), "--intermediate-size: expected at least the small one's"),
         (
             ("--shape", "tiny"),
