@@ -53,7 +53,7 @@ TRITON = Backend("cuda", None, is_interpreted=True)
 # special parameters and with side effects, which are not allowed in a branch of `platform_dependent`.
 HOPPER = Backend("cuda", ((9, 0), (9, 0)), is_interpreted=False, least_jax=(0, 11))
 HOPPER_TRITON = HOPPER._replace(is_interpreted=True)  # kernels in Triton that are faster than others on Hopper only
-BACKENDS = (TRITON, HOPPER, HOPPER_TRITON)
+BACKENDS = (TRITON, HOPPER, HOPPER_TRITON)  # on devices of other platforms an engine runs the references (`resolve`)
 
 
 class Kernel(NamedTuple):
