@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from html import escape
 from itertools import groupby
@@ -28,9 +28,9 @@ from jspec.tools.bench import random_models, roofline
 from jspec.tools.report_figure import COLOURS, GREY
 
 FOLDER = Path(__file__).resolve().parent.parent / "notebooks" / "pictures"
-GIB, WIDTH, TREE = 2**30, 620, jspec.Tree.chain(4)
+GIB, WIDTH, TREE = 2**30, 680, jspec.Tree.chain(4)
 SHAPE, CONTEXT, BATCH = "llama3-8b", 1024, 1  # of the round's picture; tokens in the cache, rows
-ENGINES = ((SHAPE, True), ("qwen3.8-27b", False), ("deepseek-v2-lite", False))  # whether an EAGLE-3 head drafts
+ENGINES = ((SHAPE, True), ("qwen3.8-27b", False), ("deepseek-v2-lite", False))  # shape, whether it has a head
 SLOTS, MAX_LEN, PAGE, DEVICE = 32, 4096, 16, 80 * GIB
 PARTS = ("target_weights", "draft_weights", "target_pool", "draft_pool", "states", "workspace")
 FILLS = (*COLOURS, "#F0E442", GREY)  # of the parts
@@ -68,44 +68,48 @@ def bytes_read() -> dict[str, float]:
     return {name: sum(cost.bytes for cost in of_stage) for name, of_stage in costs.items()}
 
 
-def round_picture() -> Iterator[str]:
-    """Yield the picture of a round: a box for each stage, with what it does, reads and hands on."""
+def round_picture() -> str:
+    """Return the picture of a round: a box for each stage, with what it does, reads and hands on."""
     read, y = bytes_read(), 24
-    yield text(8, 14, f"one compiled program (Llama-3.1-8B shape, batch {BATCH}, EAGLE-3, chain of {TREE.depth})")
+    parts = [text(8, 14, f"one compiled program ({SHAPE}, batch {BATCH}, EAGLE-3, chain of {TREE.depth})")]
     for name in stages():
         function: Callable[..., Any] = view_of if name == "view" else getattr(decode, f"{name}_stage")
         lines = textwrap.wrap(str(inspect.getdoc(function)).partition("\n\n")[0], 64)
         height = 16 + 15 * len(lines)
-        yield box(8, y, WIDTH - 16, height, "none", stroke=COLOURS[name in read])
-        yield text(18, y + 19, name, weight="bold")
-        yield from (text(100, y + 19 + 15 * number, line) for number, line in enumerate(lines))
+        parts.append(box(8, y, WIDTH - 16, height, "none", stroke=COLOURS[name in read]))
+        parts.append(text(18, y + 19, name, weight="bold"))
+        parts += [text(100, y + 19 + 15 * number, line) for number, line in enumerate(lines)]
         if name in read:
-            yield text(WIDTH - 18, y + 19, f"reads at least {read[name] / GIB:.1f} GiB", anchor="end", fill=COLOURS[1])
-        yield text(100, y + height + 14, f"↓ {inspect.signature(function).return_annotation}")
+            least = f"reads at least {read[name] / GIB:.1f} GiB"
+            parts.append(text(WIDTH - 18, y + 19, least, anchor="end", fill=COLOURS[1]))
+        parts.append(text(100, y + height + 14, f"↓ {inspect.signature(function).return_annotation}"))
         y += height + 20
-    yield svg_size(y)
+    return svg(y, parts)
 
 
-def memory_picture() -> Iterator[str]:
-    """Yield the picture of memory: what weights, caches, states and programs of three engines take."""
-    scale, y = (WIDTH - 16) / DEVICE, 52
-    yield text(8, 14, f"{SLOTS} slots of {MAX_LEN} tokens, bfloat16, on a device of {DEVICE // GIB} GiB")
+def memory_picture() -> str:
+    """Return the picture of memory: what weights, caches, states and programs of three engines take."""
+    scale, y, plans = (WIDTH - 16) / DEVICE, 52, {engine: plan_of(*engine) for engine in ENGINES}
+    limit = max(plan.limit for plan in plans.values())
+    given = (
+        f"{SLOTS} slots of {MAX_LEN} tokens, bfloat16; outlined: {limit / GIB:.0f} of a device's {DEVICE / GIB:.0f} GiB"
+    )
+    parts = [text(8, 14, given)]
     for number, part in enumerate(PARTS):
-        yield box(8 + 100 * number, 24, 10, 10, FILLS[number])
-        yield text(22 + 100 * number, 33, part.replace("_", " "))
-    for shape, has_head in ENGINES:
-        plan, x = plan_of(shape, has_head), 8.0
-        page = (plan.target_pool + plan.draft_pool) / plan.pages
-        name = f"{shape}, {'EAGLE-3' if has_head else 'n-gram'}: {plan.total / GIB:.1f} GiB of {plan.limit / GIB:.0f}"
-        states = f", states of a slot {plan.states / SLOTS / 2**20:.0f} MiB with copies" if plan.states else ""
-        yield text(8, y + 11, f"{name}; a page of {PAGE} tokens {page / 2**20:.2f} MiB{states}")
+        parts.append(box(8 + 112 * number, 24, 10, 10, FILLS[number]))
+        parts.append(text(22 + 112 * number, 33, part.replace("_", " ")))
+    for (shape, has_head), plan in plans.items():
+        page, x = (plan.target_pool + plan.draft_pool) / plan.pages, 8.0
+        name = f"{shape}, {'EAGLE-3' if has_head else 'n-gram'}: {plan.total / GIB:.1f} GiB"
+        states = f", states of a slot {plan.states / SLOTS / 2**20:.0f} MiB with a round's rows" if plan.states else ""
+        parts.append(text(8, y + 11, f"{name}; a page of {PAGE} tokens {page / 2**20:.2f} MiB{states}"))
         for number, part in enumerate(PARTS):
             width = getattr(plan, part) * scale
-            yield box(x, y + 18, width, 20, FILLS[number])
+            parts.append(box(x, y + 18, width, 20, FILLS[number]))
             x += width
-        yield box(8, y + 18, plan.limit * scale, 20, "none", stroke=GREY)
+        parts.append(box(8, y + 18, limit * scale, 20, "none", stroke=GREY))
         y += 52
-    yield svg_size(y)
+    return svg(y, parts)
 
 
 def plan_of(shape: str, has_head: bool) -> MemoryPlan:
@@ -124,17 +128,17 @@ def box(x: float, y: float, width: float, height: float, fill: str, *, stroke: s
     return f'<rect {place} rx="2" fill="{fill}" stroke="{stroke}"/>'
 
 
-def svg_size(height: float) -> str:
-    """Return the start of an SVG file; `draw` puts it before what it holds."""
+def svg(height: float, parts: list[str]) -> str:
+    """Return an SVG file of the pictures' width."""
     size = f'width="{WIDTH}" height="{height:g}" viewBox="0 0 {WIDTH} {height:g}"'
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12">'
+    start = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12">'
+    return "\n".join([start, *parts, "</svg>\n"])
 
 
 def draw(folder: Path = FOLDER) -> None:
     """Write both pictures to a folder."""
-    for name, picture in (("round", round_picture), ("memory", memory_picture)):
-        *parts, start = picture()
-        (folder / f"{name}.svg").write_text("\n".join([start, *parts, "</svg>\n"]), encoding="utf-8")
+    for name, picture in (("round", round_picture()), ("memory", memory_picture())):
+        (folder / f"{name}.svg").write_text(picture, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ TRITON = Backend("cuda", None, is_interpreted=True)
 # special parameters and with side effects, which are not allowed in a branch of `platform_dependent`.
 HOPPER = Backend("cuda", ((9, 0), (9, 0)), is_interpreted=False, least_jax=(0, 11))
 HOPPER_TRITON = HOPPER._replace(is_interpreted=True)  # kernels in Triton that are faster than others on Hopper only
-BACKENDS = (TRITON, HOPPER, HOPPER_TRITON)
+BACKENDS = (TRITON, HOPPER, HOPPER_TRITON)  # on devices of other platforms an engine runs the references (`resolve`)
 
 
 class Kernel(NamedTuple):
@@ -104,15 +104,13 @@ def dispatch(implementation: Implementation, kernels: Sequence[Kernel], referenc
     return jax.lax.platform_dependent(*arguments, default=reference, **branches)
 
 
-_DESCRIBED: dict[str, Capability] = {}  # GPUs that programs are compiled for without being there, by their kind
+# Compute capabilities of GPUs that programs are compiled for without being there, by their kind; None: not NVIDIA's.
+_DESCRIBED: dict[str, Capability | None] = {}
 
 
 def describe_gpu(device: jax.Device) -> None:
     """Makes known the compute capability of a GPU that is only described, before a program is traced for it."""
-    capability = capability_of(device)
-    if capability is None:
-        raise ValueError(f"expected an NVIDIA GPU, which has a compute capability, got {device.device_kind}")
-    _DESCRIBED[device.device_kind] = capability
+    _DESCRIBED[device.device_kind] = capability_of(device)
 
 
 def traced_gpu() -> TracedGPU | None:
@@ -122,17 +120,20 @@ def traced_gpu() -> TracedGPU | None:
     not its compute capability, which is that of this process's device of the same kind, or of `describe_gpu`.
 
     Raises:
-        ValueError: the mesh's device is of a kind that is not known.
+        ValueError: the mesh's device is a GPU of a kind that is not known.
     """
     local = jax.local_devices()
     if (abstract := jax.sharding.get_abstract_mesh().abstract_device) is None:
         capability = capability_of(local[0])
         return None if capability is None else TracedGPU(capability, local[0].core_count)
-    kinds = {device.device_kind: capability_of(device) for device in local} | _DESCRIBED
+    if abstract.platform != "gpu":
+        return None
+    here = {device.device_kind: capability_of(device) for device in local if device.platform == "gpu"}
+    kinds = here | _DESCRIBED
     if abstract.device_kind not in kinds:
-        known = ", ".join(kinds)
+        known = ", ".join(kinds) or "none"
         raise ValueError(
-            f"expected a program for a device of a known kind ({known}), got {abstract.device_kind}; pass the device "
+            f"expected a program for a GPU of a known kind ({known}), got {abstract.device_kind}; pass the device "
             "to pallas_kernels.dispatch.describe_gpu first"
         )
     capability = kinds[abstract.device_kind]

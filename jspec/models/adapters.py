@@ -27,7 +27,7 @@ from jspec.models.mlps.mlp_config import Dense
 from jspec.models.parts.adapter_tables import AdapterTables, LowRank
 from jspec.models.parts.param_spec import ParamSpec
 from jspec.models.weights.params import model_params
-from jspec.models.weights.tensor_parallel import put, spec_of
+from jspec.models.weights.tensor_parallel import device_rows, put, spec_of
 from pallas_kernels.layers.shard import AXIS
 
 MULTIPLE = 64  # the number of columns of all tables is a multiple of this, for the deterministic product
@@ -61,6 +61,19 @@ class AdaptableWeight:
         (out, inner), (out_axis, inner_axis) = self.spec.shape, self.spec.axes
         a = ParamSpec((columns, inner), ("", inner_axis))
         return a, ParamSpec((out, columns), (out_axis, ""), parts=self.spec.parts, unit=self.spec.unit)
+
+    def device_modules(self, devices: int) -> tuple[int, ...]:
+        """Return the number of rows of each module that each of several devices has.
+
+        The result is () if a device's rows are not those of one module after another, in the order of the modules.
+        """
+        rows = np.arange(self.spec.shape[0]) if self.index is None else self.index
+        order = device_rows(self.spec, devices)
+        rows = rows if order is None else rows[order]
+        module = np.searchsorted(np.cumsum(list(self.modules.values())), rows, side="right")
+        module = module.reshape(devices if spec_of(self.spec)[0] == AXIS else 1, -1)
+        is_in_order = (module == np.sort(module[0])).all()
+        return tuple(np.bincount(module[0], minlength=len(self.modules)).tolist()) if is_in_order else ()
 
 
 @lru_cache(maxsize=8)
@@ -99,8 +112,9 @@ def empty_tables(model: Model, tables: int, rank: int) -> AdapterTables:
 
     def zeros(weight: AdaptableWeight) -> LowRank:
         a, b = weight.of(tables, rank)
-        modules = tuple(weight.modules.values()) if weight.index is None else ()
-        return LowRank(_zeros(a, model), _zeros(b, model), weight.width(rank), modules)
+        return LowRank(_zeros(a, model), _zeros(b, model), weight.width(rank), weight.device_modules(devices))
+
+    devices = 1 if model.mesh is None else model.mesh.size
 
     return AdapterTables(
         [{n: zeros(weight) for n, weight in layer.items()} for layer in adaptable_weights(model.config)]

@@ -3,9 +3,9 @@
     y = x @ w.T + B_t (A_t x)        t: the table that a row chose; a row without an adapter gets x @ w.T
 
 The adapters of all tables lie side by side: A is [columns, inner] and B is [out, columns], and each table has `width`
-columns of both, one table after another. Two products compute A x of all tables and, after the columns of other tables
-are set to zero, B times this. All rows share these products, whichever tables they chose, so nothing is gathered. They
-read all tables once, which is little beside the weight.
+columns of both, one table after another. XLA computes A x of all tables and, after the columns of other tables are set
+to zero, B times this. All rows share these two products, whichever tables they chose, so nothing is gathered. The
+kernels of `low_rank`, for up to a few hundred rows, read the chosen tables alone.
 """
 
 from dataclasses import dataclass, field

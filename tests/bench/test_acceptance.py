@@ -18,7 +18,6 @@ from jspec.core.config import ACCEPT_RULES
 from jspec.core.tree import Tree
 from jspec.draft.auto import load_drafter
 from jspec.engine.request.metrics import Metrics
-from jspec.engine.request.round_record import Round
 from jspec.tools import demo
 from jspec.tools.bench import acceptance, pair
 from jspec.tools.bench.acceptance import AcceptanceCase, MeasuredAcceptance, text_places
@@ -69,19 +68,6 @@ def test_acceptance_cases_with_a_look_up_are_the_head_the_look_up_and_both_as_th
     assert found == {"chain:4"}
     with pytest.raises(ValueError, match="--join replace a chain"):
         acceptance.cases(["block"], MEASURED, lookup="ngram", join="beside")
-
-
-def test_round_counts_the_emitted_tokens_of_the_head_and_of_the_look_up() -> None:
-    """Four rounds of a chain of two tokens of the head and a branch of three of the look-up, the last one cut."""
-    parents = np.array([-1, 0, 1, 0, 3, -1])
-    tree = dict(tokens=np.arange(6), parents=parents, scores=np.zeros(6), from_lookup=np.arange(6) > 2)
-    rounds = [
-        Round(**tree, path=[0, 1, 2], accept_len=2, emitted=[7, 7, 7], match_length=0),
-        Round(**tree, path=[0, 3, 4], accept_len=2, emitted=[7, 7, 7], match_length=4),
-        Round(**tree, path=[0, 3, 4], accept_len=2, emitted=[7], match_length=3),
-        Round(**tree, path=[0], accept_len=0, emitted=[7], match_length=25),
-    ]
-    assert [one.tokens_by_source for one in rounds] == [(2, 0, 2), (0, 2, 2), (0, 1, 2), (0, 0, 2)]
 
 
 @pytest.mark.long

@@ -162,6 +162,7 @@ def test_inflated_folders_hold_compressed_weights_equal_to_those_in_memory(writt
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        ((), "expected --shape or a size, such as --hidden-size, got none; name one that shall grow"),
         (("--intermediate-size", "8"), "--intermediate-size: expected at least the small one's"),
         (
             ("--shape", "tiny"),
@@ -169,7 +170,7 @@ def test_inflated_folders_hold_compressed_weights_equal_to_those_in_memory(writt
             "channel; take a larger shape or --hidden-size, or --vocab-size 256",
         ),
         ((*LARGER_TINY, "--head", "demo"), "expected HEAD and a HEAD_OUT apart from OUT, got demo and None"),
-        ((*LARGER_TINY, "--num-layers", "6"), "layers: expected room"),
+        ((*LARGER_TINY, "--num-layers", "6"), "--num-layers: expected room"),
     ],
 )
 def test_inflate_command_with_a_wrong_option_prints_one_line_and_writes_nothing(

@@ -155,10 +155,29 @@ def test_gpu_of_a_mesh_is_known_by_its_compute_capability_and_not_by_its_name(na
 def test_gpu_of_a_mesh_of_an_unknown_kind_raises_and_names_the_remedy() -> None:
     with jax.sharding.use_abstract_mesh(mesh_of(GPUS["A100"]).abstract_mesh), pytest.MonkeyPatch.context() as patch:
         patch.setattr(dispatching, "_DESCRIBED", {})
-        with pytest.raises(ValueError, match=r"got NVIDIA A100-SXM4-80GB; pass the device to .*describe_gpu first"):
+        expected = r"a known kind \(none\), got NVIDIA A100-SXM4-80GB; pass the device to .*describe_gpu first"
+        with pytest.raises(ValueError, match=expected):
             traced_gpu()
-    with pytest.raises(ValueError, match="expected an NVIDIA GPU, which has a compute capability, got AMD Instinct"):
-        describe_gpu(DEVICES["rocm"])
+
+
+@pytest.mark.parametrize("platform", ["rocm", "tpu", "cpu"])
+def test_mesh_of_other_devices_than_those_of_this_process_has_no_nvidia_gpu(
+    platform: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The CPU of a machine with a GPU, and devices that are only described; an AMD GPU must be described too."""
+    other, gpu = DEVICES[platform], DEVICES["cuda"]
+    described = jax.sharding.AbstractDevice(other.device_kind, None, other.platform)
+    monkeypatch.setattr(jax, "local_devices", lambda: [gpu])
+    monkeypatch.setattr(dispatching, "_DESCRIBED", {})
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("x",), abstract_device=described)):
+        if platform == "rocm":
+            with pytest.raises(ValueError, match=r"a known kind \(NVIDIA H200\), got AMD Instinct"):
+                traced_gpu()
+            describe_gpu(other)
+        assert traced_gpu() is None
+    of_gpu = jax.sharding.AbstractDevice(gpu.device_kind, 132, gpu.platform)
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("x",), abstract_device=of_gpu)):
+        assert traced_gpu() == ((9, 0), 132), "control"
 
 
 def test_executables_when_created_log_the_implementation_once(

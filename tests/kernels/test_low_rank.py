@@ -14,7 +14,7 @@ from pallas_kernels import gated_matmul, split_matmul
 from pallas_kernels.layers.adapted import Adapted
 from pallas_kernels.layers.dense.low_rank_kernels import sizes_of_both
 from pallas_kernels.layers.formats import quantize
-from pallas_kernels.layers.low_rank import MOST_ROWS, add_low_rank, has_kernel
+from pallas_kernels.layers.low_rank import MOST_ROWS, WIDEST, add_low_rank, has_kernel
 from pallas_kernels.layers.partial_sums import Scaled
 from tests.reference.activations import ACTIVATIONS
 from tests.support import cover
@@ -193,12 +193,28 @@ def test_products_with_adapters_have_few_launches_on_an_h200(
 
 
 @pytest.mark.parametrize("gpu", GPUS)
-@pytest.mark.parametrize(("rows", "rank"), [(5, 16), (100, 256)])
-def test_kernels_compiled_for_each_gpu_spill_nothing(gpu: str, rows: int, rank: int) -> None:
-    """A rank of 256 is the largest; 100 rows are multiplied by A in a launch of their own."""
-    program = compile_for(GPUS[gpu], split_matmul, *adapted((1, rows), 4096, 4096, 1, rank=rank), fail_on_spills=True)
+@pytest.mark.parametrize(
+    ("multiply", "rows", "out", "rank"),
+    [(split_matmul, 5, 4096, 16), (split_matmul, 100, 4096, 256), (gated_matmul, 5, 28672, 256)],
+)
+def test_kernels_compiled_for_each_gpu_spill_nothing(gpu: str, multiply: Any, rows: int, out: int, rank: int) -> None:
+    """A rank of 256 is the largest; 100 rows, and rows of gate and up, are multiplied by A in a launch of their own."""
+    program = compile_for(GPUS[gpu], multiply, *adapted((1, rows), out, 4096, 1, rank=rank), fail_on_spills=True)
     assert program.count("low_rank_sum") == 1
-    assert program.count("split_matmul_low_rank" if rows == 5 else "low_rank_inner") == 1
+    assert program.count("split_matmul_low_rank" if rank == 16 else "low_rank_inner") == 1
+
+
+def test_kernels_support_two_bytes_a_value_and_tables_that_a_program_can_hold() -> None:
+    def has(rows: int = 5, out: int = 128, inner: int = 64, dtype: Any = BF16, **sizes: int) -> bool:
+        x, weight = adapted((1, rows), out, inner, 1, **sizes)
+        a, b = (jax.ShapeDtypeStruct(array.shape, dtype) for array in (weight.a, weight.b))
+        return has_kernel(jax.ShapeDtypeStruct(x.shape, dtype), replace(weight, a=a, b=b))
+
+    assert has() and has(dtype=jnp.float16) and has(rows=MOST_ROWS) and has(rank=WIDEST)
+    assert not any([has(dtype=F32), has(rows=MOST_ROWS + 1), has(rank=WIDEST + 1), has(out=192), has(inner=96)])
+    x, weight = adapted((1, 5), 128, 64, 1)
+    assert not has_kernel(jax.ShapeDtypeStruct(x.shape, jnp.float16), weight), "x of another dtype"
+    assert not has_kernel(x, replace(weight, table=jax.ShapeDtypeStruct((1, 1), jnp.int32))), "one table for all rows"
 
 
 def test_more_rows_than_the_kernels_support_are_multiplied_by_xla() -> None:

@@ -18,6 +18,7 @@ from jspec import Model
 from jspec.models import adapter_files, adapters
 from jspec.models.adapter_files import read_adapter
 from jspec.models.parts.adapter_tables import AdapterTables
+from jspec.models.weights.tensor_parallel import mesh_of, place
 from tests.support import tiny
 from tests.support.recordings import most_likely, recording, run_texts
 
@@ -82,18 +83,24 @@ def test_adapters_of_all_weights_have_the_logits_of_a_model_into_which_they_are_
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name in (*FEW, "llama", "phi3", "qwen3_5_text")])
-def test_rows_of_b_have_zeros_in_the_columns_of_other_modules(family: str) -> None:
-    """The kernel of products with adapters reads no other columns."""
+@pytest.mark.parametrize("devices", [1, 2])
+def test_rows_of_b_have_zeros_in_the_columns_of_other_modules(family: str, devices: int) -> None:
+    """The kernel of products with adapters reads no other columns, of the rows that a device has."""
     target = tiny.load_target(GOLDEN / "families" / family)
+    target = target if devices == 1 else place(target, mesh_of(devices))
     table = adapters.as_tables(tiny.uno_adapter(target, rank=RANK), target, RANK)
     fused = 0
-    for layer, weights in zip(adapters.empty_tables(target, 1, RANK).layers, table, strict=True):
+    for layer, weights in zip(
+        adapters.empty_tables(target, 1, RANK).layers, adapters.on_devices(table, target), strict=True
+    ):
         for name, weight in layer.items():
             ends = np.cumsum(weight.modules).tolist()
-            for index, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
-                rows, columns = weights[name].b[start:end], slice(index * RANK, (index + 1) * RANK)
-                assert rows[:, columns].all() and not np.delete(rows, columns, axis=1).any()
-            assert sum(weight.modules) in (0, weights[name].b.shape[0])
+            for shard in weights[name].b.addressable_shards:
+                b = np.asarray(shard.data)
+                for index, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
+                    rows, columns = b[start:end], slice(index * RANK, (index + 1) * RANK)
+                    assert rows[:, columns].all() and not np.delete(rows, columns, axis=1).any()
+                assert sum(weight.modules) in (0, len(b))
             fused += len(weight.modules) > 1
     assert (fused > 0) == (family != "phi3")
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 import runpy
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import jax
 import pytest
@@ -155,6 +157,25 @@ def test_pictures_are_what_their_command_draws_from_the_code(tmp_path: Path) -> 
     layer = 4096 * (2 * 32 + 2 * 8) * 128 + 3 * 4096 * 14336  # weights
     read = 2 * (32 * layer + 4096 * 128256) + 1024 * 32 * 2 * 8 * 128 * 2  # and rows of the cache, bytes
     assert f"reads at least {read / 2**30:.1f} GiB" in words["round.svg"]
+
+
+@pytest.mark.parametrize("name", ["round", "memory"])
+def test_words_of_a_picture_neither_overlap_nor_leave_it(name: str) -> None:
+    """Widths are those of DejaVu Sans, which are larger than those of most fonts without serifs."""
+    font_manager, textpath = map(pytest.importorskip, ("matplotlib.font_manager", "matplotlib.textpath"))
+    root = ElementTree.parse(REPOSITORY / "notebooks" / "pictures" / f"{name}.svg").getroot()
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for text in root.iter("{http://www.w3.org/2000/svg}text"):
+        font = font_manager.FontProperties(family="DejaVu Sans", weight=text.attrib["font-weight"])
+        words = textpath.TextPath((0, 0), str(text.text), size=float(root.attrib["font-size"]), prop=font)
+        width = words.get_extents().x1
+        start = float(text.attrib["x"]) - width * (text.attrib["text-anchor"] == "end")
+        lines.setdefault(text.attrib["y"], []).append((start, start + width))
+    assert sum(map(len, lines.values())) > 9 and max(map(len, lines.values())) > 1
+    for line in lines.values():
+        line.sort()
+        assert line[-1][1] < float(root.attrib["width"])
+        assert all(end + 14 < start for (_, end), (start, _) in pairwise(line)), "14 pixels are for a box of colour"
 
 
 def test_release_files_have_one_version_and_name_what_exists() -> None:

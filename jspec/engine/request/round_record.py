@@ -67,14 +67,6 @@ class Round:
     match_length: int | None = None
 
     @property
-    def tokens_by_source(self) -> tuple[int, int, int]:
-        """Emitted tokens of the head, those of a look-up beside it, and all verified tokens of the look-up."""
-        assert self.from_lookup is not None
-        emitted = self.path[1 : 1 + len(self.emitted)]
-        of_lookup = int(self.from_lookup[emitted].sum())
-        return len(emitted) - of_lookup, of_lookup, int((self.from_lookup & (self.parents >= 0)).sum())
-
-    @property
     def break_off(self) -> BreakOff | None:
         """What the target emitted where the draft ended; None if the request ended before that token."""
         if len(self.emitted) <= self.accept_len:

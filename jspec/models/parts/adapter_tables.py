@@ -25,14 +25,13 @@ class LowRank:
     a: Any  # array of the devices or of the host [columns, inner]
     b: Any  # [out, columns]
     width: int = struct.field(pytree_node=False)
-    # Rows of each module that is fused to the weight; (): unknown.
+    # Rows of each module in the weight, or in each device's part of it; (): unknown.
     modules: tuple[int, ...] = struct.field(pytree_node=False, default=())
 
     def adapted(self, weight: Any, table: Int[Array, "*rows"]) -> Any:
         """Return the weight with these adapters, for rows of which each chose a table or none."""
         if isinstance(weight, Shard):
-            part = replace(self, modules=())  # a device may have any rows
-            return replace(weight, weight=part.adapted(weight.weight, table))
+            return replace(weight, weight=self.adapted(weight.weight, table))
         return Adapted(weight, self.a, self.b, table, self.width, self.modules)
 
 

@@ -146,7 +146,7 @@ STEP = (
     option("--drafter", choices=DRAFTERS, default="eagle3", help="kind of the head"),
     option("--deterministic", action="store_true", help="steps whose tokens are the same in every program"),
     option("--tensor-parallel", type=int, default=1, metavar="N", help="devices over which weights are divided"),
-    option("--adapters", type=ints, default=[0], metavar="0,8", help="LoRA adapters of rank 16, one for each row"),
+    option("--adapters", type=ints, default=[0], metavar="0,8", help="LoRA adapters of rank 16, for rows in turn"),
     option("--sampled", action="store_true", help="temperature 1 instead of greedy"),
     option("--profile", type=Path, metavar="DIR", help="trace steps of each table row into DIR/ROW; default: no trace"),
 )
@@ -203,9 +203,11 @@ INFLATE = (
     option("out", type=Path, help="folder to write"),
     option("--head", help='folder or hub id of its EAGLE-3 head; "demo": the embedded one; default: none'),
     option("--head-out", type=Path, metavar="DIR", help="folder to write the head to; default: none"),
-    option("--shape", choices=DENSE, help="names all sizes; default: those of the small model"),
+    option("--shape", choices=DENSE, help="names all sizes; default: the small model's"),
     *(
-        option(f"--{name.replace('_', '-')}", type=count, metavar="N", help="written size; default: that of --shape")
+        option(
+            f"--{name.replace('_', '-')}", type=count, metavar="N", help="size to write; default: --shape's or its own"
+        )
         for name in (*SIZES, "draft_vocab_size")
     ),
     option("--dtype", choices=GROWN_DTYPES, default="bfloat16", help="dtype of the written weights"),

@@ -43,8 +43,10 @@ from jspec.tools.bench.results import Column, Results, environment
 from jspec.tools.bench.serve import ServeSetting, Spread, figures_of, warm_up
 from jspec.tools.options import check_join
 
-LOAD: tuple[str, ...] = ("target", "tokenizer", "dtype", "batch", "temperature", "tokens", "num_prompts", "chat")
-LOAD += ("deterministic", "seed")
+LOAD = (
+    *("target", "tokenizer", "dtype", "batch", "temperature", "tokens", "num_prompts", "chat"),
+    *("deterministic", "seed"),
+)
 DRAFTING = ("draft", "tree", "accept", "draft_quantize", "draft_window", "lookup", "join")
 Prompts = Sequence[list[int]]  # token ids
 Where = tuple[str, float, int]  # name of the prompts, temperature, batch size

@@ -178,7 +178,7 @@ def measure(
 
 
 def floor_milliseconds(case: StepCase) -> float | None:
-    """Return the least milliseconds of a case's step, which emits a token a row; None: the device is unknown."""
+    """Return the least milliseconds of a case's step without adapters, a token a row; None: the device is unknown."""
 
     def widths(quantize: Kind | None) -> roofline.Widths:
         cache = jnp.dtype(case.kv_dtype or "bfloat16").itemsize
@@ -217,7 +217,7 @@ def filled_state(state: SlotState, case: StepCase) -> SlotState:
     target, draft = jax.tree.map(fill, (state.target, state.draft), is_leaf=lambda part: isinstance(part, LayerState))
     temperature = state.sampling.temperature if case.greedy else state.sampling.temperature + 1
     cap = jnp.full(rows, max(case.tree_depth, 1), jnp.int32)
-    adapter = (1 + jnp.arange(rows, dtype=jnp.int32) % case.adapters) * bool(case.adapters)
+    adapter = 1 + jnp.arange(rows, dtype=jnp.int32) % case.adapters if case.adapters else state.sampling.adapter
     filled = replace(
         state,
         root=jnp.asarray(rng.integers(0, random_models.target_config(case.shape).vocab_size, rows), jnp.int32),

@@ -28,6 +28,7 @@ COLUMNS = 16  # rows of A of a program
 STEP = 512  # most values of k per loop iteration of `inner_parts`
 MOST_PARTS = 16  # most parts of the sum over k of `inner_parts`
 TILES = 128, 64  # columns of a tile of the result: the first of these that divides every module
+WIDEST_GATED = 128  # with more columns of a table, gate and up in a tile of 128 exceed the registers
 
 
 def row_blocks(rows: int, tokens: int) -> int:
@@ -242,7 +243,8 @@ def sum_products(
     """
     shape, out, (values, scales) = weight.table.shape, weight.shape[0] // (2 if gate else 1), split_scales(sums)
     rows, tokens, modules = math.prod(shape), shape[-1], weight.modules or (out,)
-    tile = next((size for size in TILES if all(end % size == 0 for end in (out, *modules))), None)
+    tiles = TILES[1:] if gate and weight.width // len(modules) > WIDEST_GATED else TILES
+    tile = next((size for size in tiles if all(end % size == 0 for end in (out, *modules))), None)
     ends = tuple(sum(modules[: index + 1]) for index in range(len(modules))) if tile and weight.modules else ()
     tile = tile or TILES[-1]
     result = pl.pallas_call(

@@ -145,6 +145,8 @@ def run(arguments: argparse.Namespace) -> Results:
     a = arguments
     named = {name: size for name in (*SIZES, "draft_vocab_size") if (size := getattr(a, name)) is not None}
     sizes = ({} if a.shape is None else sizes_of(a.shape)) | named
+    if not sizes:
+        raise ValueError("expected --shape or a size, such as --hidden-size, got none; name one that shall grow")
     made = write(a.target, a.out, sizes, head=a.head, head_out=a.head_out, dtype=a.dtype, overwrite=a.overwrite)
     written = {a.out: made.target.new} | ({} if made.head is None else {a.head_out: made.head.new})
     texts = {path: ", ".join(f"{name}={getattr(new, name)}" for name in SIZES) for path, new in written.items()}

@@ -252,8 +252,8 @@ def insert_layers(old: int, new: int, moved: Mapping[int, int]) -> tuple[int | N
     if not fits or layer_at[-1] != old:
         wanted = ", ".join(f"{state} of {old} -> {new_state} of {new}" for state, new_state in sorted(moved.items()))
         raise ValueError(
-            "layers: expected room for as many before, between and after the feature layers as in the small target, "
-            f"got {old} -> {new} layers with states {wanted or 'none'}; take more layers or other feature layers"
+            "num_layers: expected room for as many before, between and after the feature layers as in the small one, "
+            f"got {old} -> {new} layers with states {wanted or 'none'}; take more layers"
         )
     return tuple(layer_at[:-1])
 
