@@ -98,7 +98,8 @@ def split_matmul(
         after: an array that the kernel waits for but does not read, to order launches that could run side by side. XLA
             and the Hopper kernel ignore it.
         dtype: dtype of several partial sums of at most 64 rows; None: float32. The Hopper kernel ignores it.
-        first: first of the weight's rows that are multiplied; up to 64 rows copy none. Quantised weights have all.
+        first: first of the weight's rows that are multiplied; where XLA multiplies, it may copy them. Quantised weights
+            have all.
         implementation: as in `paged_attention`. XLA computes a product of more than 64 rows, or of sizes that the
             kernel does not support (`kernel_sizes`), unless the weight has group scales (`grouped_matmul`). The Hopper
             kernel computes some products of "fp8_dynamic" on a Hopper GPU (`hopper_tiles`). There a product of "int4"

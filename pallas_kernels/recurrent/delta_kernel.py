@@ -55,7 +55,8 @@ class Nodes(NamedTuple):
     queries: Float[Array, "batch tokens key_heads key_dim"]
     values: Float[Array, "batch tokens heads value_dim"]
     # Of each token (last axis, padded): what the corrected value of each token counts in its value and in its output,
-    # then its rate, and the factors of what its key, times its rate, and its query read of the state; float32.
+    # then the factors of its value, of what its key reads of the state, 0 without a correction, and of what its query
+    # reads; float32.
     tables: Float[Array, "batch heads rows nodes"]
 
 

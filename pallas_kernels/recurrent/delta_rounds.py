@@ -32,9 +32,9 @@ def verify_and_write(
 ) -> tuple[Float[Array, "batch heads tokens value_dim"], RecordRing]:
     """Compute the outputs of the tokens of a round, and write their records into the rows after the committed tokens'.
 
-    Deterministic rounds have a kernel, which computes token after token. Others with rates come here only if they have
-    none (`takes_kernels` in `jspec.models.parts.delta_nodes`). Others without rates have the kernel of these, whose
-    tables XLA makes.
+    Deterministic rounds have a kernel, which computes token after token. Others come here only if the kernels from
+    projected rows to outputs have no form for them (`takes_kernels` in `jspec.models.parts.delta_nodes`). Without rates
+    these still have the kernel of nodes, whose tables XLA makes.
 
     Args:
         state: states of all slots, each after its last multiple of `EVERY` committed tokens.

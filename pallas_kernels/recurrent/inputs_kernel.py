@@ -290,18 +290,18 @@ class _InputsCta:
         padded = of_keys.shape[1]
         is_after = follows & (group.index(0, padded) != group.index(1, padded))
         for shared in range(self.shared):
-            rates, decays = (group.per_column(memory.gates.at[shared, index]) for index in (0, 1))
+            factors, decays = (group.per_column(memory.gates.at[shared, index]) for index in (0, 1))
             path = jnp.sum(jnp.where(after, jnp.maximum(decays, LEAST), 0.0), axis=1)
             memory.path[...] = path
             self.plgpu.commit_smem()
             of_column = group.per_column(memory.path.at[pl.ds(0, padded)])
             between = jnp.exp(of_column - jax.lax.broadcast_in_dim(path, (HEIGHT, padded), [0]))
             row, scale = group.index(0, padded), jnp.exp(of_column)
-            of_state = rates * scale if self.corrects else 0.0
+            of_state = factors * scale if self.corrects else 0.0
             parts = (
-                jnp.where(is_after & self.corrects, between * of_keys, 0.0) * rates,
+                jnp.where(is_after & self.corrects, between * of_keys, 0.0) * factors,
                 jnp.where(follows, between * of_queries, 0.0),
-                jnp.where(row == 0, rates, jnp.where(row == 1, of_state, scale)),
+                jnp.where(row == 0, factors, jnp.where(row == 1, of_state, scale)),
             )
             self.plgpu.wait_smem_to_gmem(0)
             for index, part in enumerate(parts):

@@ -64,7 +64,7 @@ class RecordRing(NamedTuple):
     ) -> RecordRing:
         """Return the rows with the records of new tokens; those of slots that do not exist are dropped.
 
-        A key that is not finite becomes 0: rows that nobody reads are multiplied by 0. The token's value tells of it.
+        A key that is not finite becomes 0: rows that nobody reads are multiplied by 0. The token's output tells of it.
 
         Args:
             slots: slot of each token.

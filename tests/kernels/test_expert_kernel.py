@@ -389,7 +389,7 @@ def by_expert(x: Any, weight: np.ndarray, chosen: np.ndarray, gate: Gate | None 
     out = np.zeros((*chosen.shape, weight.shape[1]))
     for expert, own in enumerate(weight):
         out[chosen == expert] = x[chosen == expert] @ own.T
-    return joined(*np.split(out, 2, -1), gate) if gate else out
+    return joined(*np.split(out, 2, -1), how=gate) if gate else out
 
 
 def test_products_expert_by_expert_are_those_of_the_loop_over_rows() -> None:

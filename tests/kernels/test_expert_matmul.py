@@ -25,7 +25,7 @@ from tests.support import cover
 from tests.support.arrays import on_device
 from tests.support.h200 import compile_for_h200
 
-LIMITED = Gate("silu", 0.5, 1.7)
+LIMITED, UNGATED = Gate("silu", 0.5, 1.7), Gate("relu2", exists=False)
 FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
 
 
@@ -53,7 +53,9 @@ KINDS = (
 )
 
 
-def joined(gate: np.ndarray, up: np.ndarray, how: Gate) -> np.ndarray:
+def joined(gate: np.ndarray, up: np.ndarray | float = 1.0, *, how: Gate) -> np.ndarray:
+    if how.activation == "relu2":
+        return np.where(gate > 0, gate, 0) ** 2 * up
     if how.limit is None:
         return ACTIVATIONS[how.activation](gate) * up
     gate, up = np.minimum(gate, how.limit), np.clip(up, -how.limit, how.limit)
@@ -63,13 +65,13 @@ def joined(gate: np.ndarray, up: np.ndarray, how: Gate) -> np.ndarray:
 def loop(x: Any, weight: Any, chosen: Any, gate: Gate | None = None, bias: Any = None, factors: Any = None) -> Any:
     """Return the products of all rows and choices in float64, one after another."""
     x, weight = (np.asarray(array, np.float64) for array in (x, weight))
-    width = weight.shape[1] // (2 if gate else 1)
+    width = weight.shape[1] // (gate.halves if gate else 1)
     out = np.zeros((*chosen.shape, width))
     for j, t in np.ndindex(*chosen.shape):
         if 0 <= (expert := chosen[j, t]) < len(weight):
             own = weight[expert] @ (x[t] if x.ndim == 2 else x[j, t])
             own = own if bias is None else own + np.asarray(bias, np.float64)[expert]
-            own = joined(*np.split(own, 2), gate) if gate else own
+            own = joined(*np.split(own, gate.halves), how=gate) if gate else own
             out[j, t] = own if factors is None else own * np.asarray(factors, np.float64)[j, t]
     return out
 
@@ -146,13 +148,16 @@ def test_few_rows_start_a_program_for_each_expert_or_choice(rows: int, programs:
     assert set(re.findall(r"grid=\((.*?)\)", text)) == {f"12, {programs}"}
 
 
-@pytest.mark.parametrize(("gate", "implementation"), cover.with_kernel([LIMITED, Gate(), Gate("gelu_tanh")], 1))
+@pytest.mark.parametrize(
+    ("gate", "implementation"), cover.with_kernel([LIMITED, UNGATED, Gate(), Gate("gelu_tanh")], 2)
+)
 def test_gated_product_joins_gate_and_up_of_each_expert(gate: Gate, implementation: Any) -> None:
     x, weight, bias, _ = problem(7)
     chosen = choices("any", 5, 3, 7)
     got = expert_matmul(x, weight, on_device(chosen), gate=gate, bias=bias, implementation=implementation)
     np.testing.assert_allclose(got, loop(x, weight, chosen, gate, bias), atol=1e-5)
-    other = loop(x, weight, chosen, Gate("gelu") if gate.limit is None else Gate(), bias)
+    wrong = gate._replace(activation="gelu") if gate.limit is None else Gate()
+    other = loop(x, weight, chosen, wrong, bias)
     assert np.abs(got - other).max() > 1e-4, "control: another way to join them"
 
 

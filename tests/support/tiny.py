@@ -101,7 +101,7 @@ ORDER = (
     *("attn_norm", "qkv", "o", "mlp_norm", "gate_up", "down", "embed", "norm", "head"),
     *("qkv_bias", "q_norm", "k_norm", "o_bias", "attn_post_norm", "mlp_post_norm", "sinks", "q_up", "k_up", "v_up"),
     *("router", "router_bias", "router_correction", "experts_gate_up", "experts_gate_up_bias"),
-    *("experts_down", "experts_down_bias", "output_scale", "shared_gate"),
+    *("experts_down", "experts_down_bias", "output_scale", "shared_gate", "experts_in", "experts_out"),
 )
 
 

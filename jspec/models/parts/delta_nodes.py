@@ -1,4 +1,7 @@
-"""The nodes of a round from their projected rows to the outputs of the gated delta rule, in kernels for Hopper GPUs."""
+"""The nodes of a round from their projected rows to the outputs of the rule, in kernels for Hopper GPUs.
+
+The rule is that of gated delta nets or of Mamba 2 (`pallas_kernels.recurrent.gated_delta`).
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ def takes_kernels(
 def run_nodes(
     state: DeltaState,
     projected: Float[Array, "batch tokens channels"],
-    rates: Float[Array, "batch tokens heads"],
+    factors: Float[Array, "batch tokens heads"],
     decays: Float[Array, "batch tokens heads"],
     weight: Float[Array, "conv_channels taps"],
     batch: TokenBatch,
@@ -45,12 +48,12 @@ def run_nodes(
     corrects: bool = True,
     interpret: Any = False,
 ) -> tuple[tuple[OfNodes, OfNodes], DeltaState]:
-    """Convolve the projected rows of a round's nodes, and apply the gated delta rule.
+    """Convolve the projected rows of a round's nodes, and apply the gated delta rule or that of Mamba 2.
 
     Args:
         state: state of the layer.
         projected: queries, keys and values of all heads before the convolution, then channels that are not read.
-        rates: factors of values in the state, float32: rates of the rule, or steps of Mamba 2.
+        factors: factors of values, float32: rates of the gated delta rule, or steps of Mamba 2.
         decays: log decays, float32.
         weight: taps of the convolution.
         batch: the nodes.
@@ -67,7 +70,7 @@ def run_nodes(
     # The new decays are written after the committed ones have been read: else they are copied.
     behind, projected = jax.lax.optimization_barrier((behind, projected))
     counts = counts_of(batch.valid, slots, state.slots)
-    rows = _node_rows(projected, rates, decays, weight.shape[1], counts, batch)
+    rows = _node_rows(projected, factors, decays, weight.shape[1], counts, batch)
     options: Any = dict(corrects=corrects, interpret=interpret)
     nodes, ring, inputs = inputs_kernel.prepare(rows, weight, ring, state.inputs.inputs, bias, **options)
     outputs, values = delta_kernel.verify(state.state, ring, slots, lengths, behind, counts, nodes, interpret=interpret)
@@ -75,12 +78,14 @@ def run_nodes(
     return (outputs[:, : projected.shape[1]], nodes.values[:, : projected.shape[1]]), state
 
 
-def _node_rows(projected: Array, rates: Array, decays: Array, taps: int, counts: Array, batch: TokenBatch) -> NodeRows:
+def _node_rows(
+    projected: Array, factors: Array, decays: Array, taps: int, counts: Array, batch: TokenBatch
+) -> NodeRows:
     """Return the rows of nodes as the kernel reads them."""
     assert batch.slots is not None
     count, is_seen = projected.shape[1], ancestor_mask(batch)
     more = -count % UNIT
-    gates = jnp.stack([jnp.swapaxes(of, 1, 2) for of in (rates, decays)], axis=2)
+    gates = jnp.stack([jnp.swapaxes(of, 1, 2) for of in (factors, decays)], axis=2)
     gates = jnp.pad(gates, ((0, 0), (0, 0), (0, 0), (0, more)))
     follows = jnp.stack([jnp.swapaxes(is_seen, 1, 2), is_seen], axis=1).astype(jnp.float32)
     follows = jnp.pad(follows, ((0, 0), (0, 0), (0, HEIGHT - count), (0, more)))

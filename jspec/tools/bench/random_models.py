@@ -58,8 +58,8 @@ TINY_HYBRID |= dict(linear_key_head_dim=16, linear_value_head_dim=16)
 NANO = dict(hybrid_override_pattern="MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME", mamba_num_heads=64)
 NANO |= dict(n_routed_experts=128, num_experts_per_tok=6, moe_intermediate_size=1856, routed_scaling_factor=2.5)
 NANO |= dict(moe_shared_expert_intermediate_size=3712, vocab_size=131072, max_position_embeddings=262144)
-GLM_FLASH = dict(n_routed_experts=64, num_experts_per_tok=4, moe_intermediate_size=1536, vocab_size=154880)
-GLM_FLASH |= dict(max_position_embeddings=202752)
+GLM_FLASH: dict[str, Any] = dict(n_routed_experts=64, num_experts_per_tok=4, moe_intermediate_size=1536)
+GLM_FLASH |= dict(vocab_size=154880, max_position_embeddings=202752, rope_theta=1e6)
 TARGETS = {
     "llama3-8b": _published("llama", 4096, 14336, 32, (32, 8, 128), **LLAMA3),
     "llama3-70b": _published("llama", 8192, 28672, 80, (64, 8, 128), **LLAMA3),

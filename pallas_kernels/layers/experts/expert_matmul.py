@@ -176,8 +176,10 @@ def _pallas(x, weight, bias, factors, chosen, *, gate, dtype, deterministic, sha
     return products.reshape(*chosen.shape, width)
 
 
-def _hopper(*arguments, gate, interpret, **options):
+def _hopper(x, weight, bias, factors, chosen, *, gate, interpret, **options):
     joined = gate if gate is not None and gate.exists else None
+    assert gate is joined or factors is None, "the kernel multiplies by factors before the activation of up"
+    arguments = x, weight, bias, factors, chosen
     (sums,) = expert_kernel.multiply_chosen(*arguments, gate=joined, interpret=interpret, **options)
     return sums if gate is joined else gate.join(sums)
 
@@ -283,7 +285,8 @@ def expert_matmul(
         factors: factor of the result of each choice, in float32; None: none.
         dtype: dtype of the result; None: that of x.
         deterministic: make the bits of a row's result independent of the other rows.
-        shared: number of the last experts whose weights are stored as one dense weight (`rows_of`), not quantised.
+        shared: number of the last experts whose weights are stored as one dense weight of gate and up, or of down
+            (`rows_of`), not quantised.
         implementation: as in `paged_attention`.
 
     Raises:
