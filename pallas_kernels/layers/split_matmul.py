@@ -116,14 +116,15 @@ def split_matmul(
     assert not first or not isinstance(weight, Quantized)
     (out, inner), shape = (weight.shape[0] - first, weight.shape[1]), x.shape[:-1]
     rows, width = math.prod(shape), 1 if isinstance(weight, Quantized) else weight.dtype.itemsize
-    parts = parts_of(rows, out, inner, x.dtype, width, quantize_output=has_dynamic_activations(weight))
+    sizes = kernel_sizes(rows, out, inner, x.dtype, width, copied=first > 0)
+    quantize_output = has_dynamic_activations(weight)
+    parts = sizes.parts if sizes else parts_of(rows, out, inner, x.dtype, width, quantize_output=quantize_output)
     many = x.dtype if rows > MOST_ROWS and x.dtype == jnp.bfloat16 else None
     if isinstance(weight, Quantized) and is_grouped(rows, weight, x.dtype):
         if LEAST_OUT <= out <= WIDEST_OUT:
             packed = packed_tiles(rows, weight, x.dtype)
             parts = packed.parts if packed else parts
         return matmul_grouped(x, weight, many, parts=parts, gate=gate, implementation=implementation)
-    sizes = kernel_sizes(rows, out, inner, x.dtype, width)
     if first and sizes is None and not isinstance(weight, Quantized):
         weight, first = weight[first:], 0  # XLA may copy these
     if parts == 1 and sizes is None:

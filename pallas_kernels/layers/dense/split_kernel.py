@@ -87,11 +87,12 @@ def _is_split_again(rows: int, out: int, inner: int, parts: int) -> bool:
 
 
 def kernel_sizes(
-    rows: int, out: int, inner: int, dtype: jnp.dtype, weight_bytes: int, *, extra: int = 0
+    rows: int, out: int, inner: int, dtype: jnp.dtype, weight_bytes: int, *, extra: int = 0, copied: bool = False
 ) -> SplitSizes | None:
     """Returns the sizes of the kernel's programs; None if XLA multiplies.
 
-    The arguments are those of `parts_of`, and the number of `extra` programs in each part of k.
+    The arguments are those of `parts_of`, the number of `extra` programs in each part of k, and whether XLA would copy
+    the weight, so that fewer parts of k than are fastest take less time.
     """
     if rows > MOST_ROWS or dtype not in DTYPES or not LEAST_OUT <= out <= WIDEST_OUT or inner < LEAST_INNER:
         return None
@@ -108,7 +109,7 @@ def kernel_sizes(
     # With weights of one byte, an iteration loads twice as many columns of x: six stages exceed the 99 KiB of shared
     # memory of compute capability 8.9.
     steps, stages = inner // columns, 6 if weight_bytes > 1 else 5
-    wanted = range(4 if out <= NARROW_OUT else 2, MOST_PARTS)
+    wanted = [*range(4 if out <= NARROW_OUT else 2, MOST_PARTS), *(range(2, 4) if copied else ())]
     return next((SplitSizes(parts, tile, columns, stages) for parts in wanted if steps % parts == 0), None)
 
 
