@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.support.h200 import H200Program, compile_for_h200
-from tests.support.mosaic import misaligned_copies
+if TYPE_CHECKING:
+    from tests.support.h200 import H200Program
 
 UNIQUE = itertools.count()  # numbers for kernel names
 
@@ -28,6 +28,9 @@ def compile_with_ptxas_output(
     jax's cache.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    from tests.support.h200 import compile_for_h200  # imports our packages, which --typecheck must do first
+    from tests.support.mosaic import misaligned_copies
 
     kernel = plgpu.kernel
 
