@@ -29,7 +29,7 @@ def compile_with_ptxas_output(
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    from tests.support.h200 import compile_for_h200  # imports our packages, which --typecheck must do first
+    from tests.support.h200 import compile_for_h200  # imports pallas_kernels: after --typecheck
     from tests.support.mosaic import misaligned_copies
 
     kernel = plgpu.kernel
