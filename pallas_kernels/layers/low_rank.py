@@ -48,7 +48,7 @@ def add_low_rank(
     *,
     gate: Activation | None = None,
     implementation: Implementation = "auto",
-) -> Float[Array, "*rows out"]:
+) -> Float[Array, "*rows columns"]:
     """Returns a product with a weight that has adapters, or activation(gate) * up of a product that holds both.
 
     Args:

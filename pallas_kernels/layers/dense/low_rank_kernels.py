@@ -224,13 +224,13 @@ def _sum_kernel(
 
 def sum_products(
     sums: PartialSums,
-    inner: Float[Array, "parts rows width"],
+    inner: Float[Array, "inner_parts flat_rows width"],
     weight: Adapted,
     dtype: jnp.dtype,
     *,
     gate: Activation | None,
     interpret: bool,
-) -> Float[Array, "*rows out"]:
+) -> Float[Array, "*shape columns"]:
     """Returns y, or activation(gate) * up of a y that holds both.
 
     Args:
