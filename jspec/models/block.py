@@ -24,12 +24,13 @@ from jspec.models.parts import block_conv
 from jspec.models.parts.layer_embeddings import gated_embedding
 from jspec.models.parts.layer_weights import LayerWeights
 from jspec.models.parts.layers import mlp, product
+from pallas_kernels.layers.adapted import Adapted
 from pallas_kernels.layers.partial_sums import PartialSums
 from pallas_kernels.layers.residual_norm import add_rms_norm
 from pallas_kernels.layers.weights import Inputs, Weight, has_dynamic_activations
 
 # The weight of a norm, and the linear weight that multiplies the norm's output; None: the output has other uses too.
-Norm = tuple[Float[Array, "hidden"], Weight | None]
+Norm = tuple[Float[Array, "hidden"], Weight | Adapted | None]
 
 
 def feed_forward(

@@ -53,7 +53,9 @@ def tiles_for(
     return choose_tiles(rows, inner, both // 2, dtype, multiprocessors, halves=2)
 
 
-def kernel_padding(sequences: int, rows: int, weight: Weight, dtype: jnp.dtype, activation: Activation = "silu") -> int:
+def kernel_padding(
+    sequences: int, rows: int, weight: Weight | Adapted, dtype: jnp.dtype, activation: Activation = "silu"
+) -> int:
     """Returns how many padding rows each sequence needs so that the Hopper kernel can run.
 
     Args:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jspec.core.numerics import AUTO, Numerics
+from pallas_kernels.layers.adapted import Adapted
 from pallas_kernels.layers.dense.deterministic_matmul import ROWS, deterministic_matmul
 from pallas_kernels.layers.dense.gated_kernel import has_few_rows
 from pallas_kernels.layers.gated_matmul import gated_matmul, tiles_for
@@ -29,8 +30,8 @@ T = TypeVar("T")
 
 def mlp(
     x: Inputs,
-    gate_up: Weight,
-    down: Weight,
+    gate_up: Weight | Adapted,
+    down: Weight | Adapted,
     numerics: Numerics,
     *,
     activation: Activation = "silu",
