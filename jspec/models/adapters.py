@@ -110,11 +110,11 @@ def empty_tables(model: Model, tables: int, rank: int) -> AdapterTables:
         rank: largest rank of an adapter.
     """
 
+    devices = 1 if model.mesh is None else model.mesh.size
+
     def zeros(weight: AdaptableWeight) -> LowRank:
         a, b = weight.of(tables, rank)
         return LowRank(_zeros(a, model), _zeros(b, model), weight.width(rank), weight.device_modules(devices))
-
-    devices = 1 if model.mesh is None else model.mesh.size
 
     return AdapterTables(
         [{n: zeros(weight) for n, weight in layer.items()} for layer in adaptable_weights(model.config)]
