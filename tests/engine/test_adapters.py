@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jspec import Completion, DraftModel, Engine, Model, Replicas, SamplingParams
@@ -18,7 +19,10 @@ from jspec.models import adapters
 from jspec.models.adapter_files import read_adapter
 from jspec.models.weights.quantize import quantize_weights
 from jspec.step.side import Side
+from jspec.tools.bench import random_models
+from jspec.tools.replay import run_texts
 from tests.support import engines, tiny
+from tests.support.low_rank import merged, write
 from tests.support.recordings import most_likely, recording
 
 pytestmark = pytest.mark.once
@@ -222,3 +226,42 @@ def test_wrong_calls_say_what_was_expected(target: Model, golden: Path, tmp_path
             with pytest.raises((ValueError, TypeError, FileNotFoundError), match=error):
                 call()
         assert list(engine.adapters) == ["all"]
+
+
+def largest_errors(done: Completion, prompt: list[int], target: Model) -> tuple[float, float]:
+    """Return how far the logprobs of tokens are from a target's, and how far tokens are from its most likely ones."""
+    tokens, after = np.array(done.token_ids), slice(len(prompt) - 1, -1)
+    logits = run_texts(target, jnp.asarray([[*prompt, *tokens]])).logits[0, after]
+    right = np.asarray(jax.nn.log_softmax(logits.astype(jnp.float32)))
+    chosen = right[np.arange(len(tokens)), tokens]
+    return float(np.abs(chosen - [each.logprob for each in done.logprobs]).max()), float((right.max(1) - chosen).max())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tree", [None, "chain:4"])
+def test_rows_of_bfloat16_have_the_logprobs_of_merged_weights(tree: str | None, tmp_path: Path) -> None:
+    """The weights of a target in float32 contain an adapter; sums in bfloat16 move its logprobs by 0.3."""
+    sizes = dict(vocab_size=512, hidden_size=512, intermediate_size=1408, num_layers=2, num_heads=4, num_kv_heads=2)
+    target = tiny.random_model(random_models.TARGETS["llama3-8b"].resized(**sizes))
+    target = jax.tree.map(lambda weight: weight.astype(jnp.bfloat16), target)
+    exact = jax.tree.map(lambda weight: weight.astype(jnp.float32), target)
+    files = {f"rank {rank}": tiny.uno_adapter(target, rank=rank, seed=rank) for rank in (8, 16, 64)}
+    targets = [*(merged(exact, file) for file in files.values()), exact]
+    prompt = np.random.default_rng(0).integers(0, 512, 20).tolist()
+    params = [SamplingParams(max_tokens=20, temperature=0, adapter=name, logprobs=0) for name in (*files, None)]
+    options: dict[str, Any] = dict(slots=4, max_len=64, buckets=(4,), prefill_buckets=(64,))
+    drafter = None if tree is None else DraftModel(target, tree)
+    with Engine(target, drafter=drafter, adapters=3, adapter_rank=64, **options) as engine:
+        for name, file in files.items():
+            engine.load_adapter(name, write(tmp_path / name, file))
+        done = engine.generate([prompt] * 4, params)
+        assert tree is None or engine.metrics.num_accepted_tokens > 10
+        texts = [program.as_text() for program in engine.core.runner.programs.compiled.values()]
+    assert sum("low_rank_sum" in text for text in texts) >= 2, "control: kernels of a round and of a prompt"
+    for index, each in enumerate(done):
+        assert max(largest_errors(each, prompt, targets[index])) < 0.5
+        assert min(max(largest_errors(each, prompt, other)) for other in targets[:index] + targets[index + 1 :]) > 3
+    with Engine(target, **options) as engine:
+        (plain,) = engine.generate([[*prompt, *done[3].token_ids]], SamplingParams(max_tokens=1, prompt_logprobs=0))
+    scores = [record.logprob for record in plain.prompt_logprobs[20:]]
+    np.testing.assert_allclose(scores, [record.logprob for record in done[3].logprobs], atol=0.05)

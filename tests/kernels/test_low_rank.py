@@ -14,6 +14,7 @@ from pallas_kernels import gated_matmul, split_matmul
 from pallas_kernels.layers.adapted import Adapted
 from pallas_kernels.layers.dense.low_rank_kernels import sizes_of_both
 from pallas_kernels.layers.formats import quantize
+from pallas_kernels.layers.gated_matmul import MOST_WIDE
 from pallas_kernels.layers.low_rank import MOST_ROWS, WIDEST, add_low_rank, has_kernel
 from pallas_kernels.layers.partial_sums import Scaled
 from tests.reference.activations import ACTIVATIONS
@@ -28,19 +29,19 @@ FUSED, ONE, ODD = (128, 64, 64), (256,), (160, 96)  # rows of the modules of a w
 
 
 def problem(
-    shape: tuple[int, ...], modules: tuple[int, ...], inner: int = 192, *, rank: int = RANK, seed: int = 0
+    shape: tuple[int, ...], modules: tuple[int, ...], inner: int = 192, *, rank: int = RANK, tables: int = TABLES
 ) -> tuple[jax.Array, Adapted]:
     """Return activations [*shape, inner] and a weight whose rows choose tables at random, some of them none."""
-    rng, out, width = np.random.default_rng(seed), sum(modules), rank * len(modules)
-    columns = -(-TABLES * width // 64) * 64
+    rng, out, width = np.random.default_rng(0), sum(modules), rank * len(modules)
+    columns = -(-tables * width // 64) * 64
     starts, b = np.cumsum([0, *modules]), np.zeros((out, columns))
-    for table in range(TABLES):
+    for table in range(tables):
         for index, rows in enumerate(modules):
             column = table * width + index * rank
             b[starts[index] : starts[index + 1], column : column + rank] = rng.normal(size=(rows, rank))
     x, a, w = (rng.normal(size=size) for size in ((*shape, inner), (columns, inner), (out, inner)))
     arrays = [on_device(values, BF16) for values in (w / np.sqrt(inner), a / np.sqrt(inner), b)]
-    table = on_device(rng.permutation(np.arange(np.prod(shape)) % (TABLES + 1)).reshape(shape), jnp.int32)
+    table = on_device(rng.permutation(np.arange(1, 1 + np.prod(shape)) % (tables + 1)).reshape(shape), jnp.int32)
     return on_device(x, BF16), Adapted(*arrays, table, width, modules)
 
 
@@ -149,18 +150,76 @@ def test_split_product_with_adapters_is_that_of_float64(
 ) -> None:
     """The weight's product and A x come from one kernel, unless the weight is quantised."""
     x, weight = problem(shape, modules, inner)
-    if kind:
-        weight = replace(weight, weight=quantize(weight.weight, kind))
+    weight, w = stored(weight, kind)
     assert (sizes_of_both(shape[0] * shape[1], weight) is not None) == (kind is None)
-    w = weight.weight if kind is None else np.asarray(weight.weight.values, np.float64) * weight.weight.scale[:, None]
-    right = wanted(wide(x) @ wide(w).T, x, weight)
+    right = wanted(wide(x) @ w.T, x, weight)
     for implementation in ("pallas", "reference"):
         (got,) = split_matmul(x, weight, implementation=implementation)
         assert got.dtype == F32
         assert error(got, right) < (0.1 if kind else 0.02)
         (plain,) = split_matmul(x, replace(weight, table=0 * weight.table), implementation=implementation)
-        assert error(plain, wide(x) @ wide(w).T) < (0.1 if kind else 0.02)
+        assert error(plain, wide(x) @ w.T) < (0.1 if kind else 0.02)
         assert error(plain, right) > 0.5, "control: rows without adapters"
+
+
+def stored(weight: Adapted, kind: Any) -> tuple[Adapted, np.ndarray]:
+    """Return a weight quantised as a kind, or as it is, and its values without adapters in float64."""
+    if kind is None:
+        return weight, wide(weight.weight)
+    quantized = quantize(weight.weight, kind)
+    return replace(weight, weight=quantized), wide(quantized.values) * wide(quantized.scale)[:, None]
+
+
+SHAPES, RANKS = ((1, 1), (1, 5), (8, 5), (32, 5)), (8, 16, 64)
+CASES = [
+    pytest.param((1, 5), 16, 8, None, "pallas"),
+    pytest.param((2, 5), 8, 1, "int8", "pallas"),
+    *(
+        pytest.param(*case, "auto", marks=pytest.mark.gpu)
+        for case in [
+            *((shape, rank, 8, None) for shape in SHAPES for rank in RANKS),
+            *((shape, 16, *more) for shape in SHAPES for more in ((1, None), (8, "int8"))),
+        ]
+    ),
+]
+
+
+def served(
+    shape: tuple[int, ...], modules: tuple[int, ...], rank: int, tables: int, kind: Any
+) -> tuple[jax.Array, list[Adapted], list[np.ndarray]]:
+    """Return activations, a weight for which there is a kernel, as it is and with other tables, and both products."""
+    x, weight = problem(shape, modules, 2048, rank=rank, tables=tables)
+    weight, w = stored(weight, kind)
+    assert has_kernel(x, weight)
+    assert len(np.unique(weight.table)) == min(weight.table.size, tables + 1)
+    both = [weight, replace(weight, table=(weight.table + 1) % (tables + 1))]
+    return x, both, [wanted(wide(x) @ w.T, x, each) for each in both]
+
+
+@pytest.mark.parametrize(("shape", "rank", "tables", "kind", "implementation"), CASES)
+def test_products_with_adapters_of_each_rank_are_those_of_float64(
+    shape: tuple[int, ...], rank: int, tables: int, kind: Any, implementation: Any
+) -> None:
+    x, (weight, _), (right, other) = served(shape, (1024, 512, 512), rank, tables, kind)
+    (got,) = split_matmul(x, weight, implementation=implementation)
+    assert error(got, right) < 0.02 and error(got, other) > 0.5
+    sums = sums_of(shape, 2048)
+    right = wanted(wide(sums).sum(0), x, weight)
+    got = add_low_rank(sums, x, weight, F32, implementation=implementation)
+    assert error(got, right) < 0.02 and error(got, right[..., ::-1]) > 0.5
+
+
+@pytest.mark.parametrize(("shape", "rank", "tables", "kind", "implementation"), CASES)
+def test_gated_products_with_adapters_of_each_rank_are_those_of_float64(
+    shape: tuple[int, ...], rank: int, tables: int, kind: Any, implementation: Any
+) -> None:
+    """Sums of many rows are rounded before adapters are added, and a gate near 0 is multiplied by an up of dozens."""
+    x, (weight, _), products = served(shape, (1024, 1024), rank, tables, kind)
+    right, other = (ACTIVATIONS["silu"](gate) * up for gate, up in (np.split(each, 2, axis=-1) for each in products))
+    got = gated_matmul(x, weight, implementation=implementation)
+    assert (got.shape, got.dtype) == ((*shape, 1024), BF16)
+    assert error(got, right) < (0.04 if np.prod(shape) <= MOST_WIDE else 0.2)
+    assert error(got, other) > 0.5, "control: other tables"
 
 
 def adapted(shape: tuple[int, ...], out: int, inner: int, modules: int, tables: int = 8, rank: int = 16) -> Any:

@@ -20,6 +20,7 @@ from jspec.models.adapter_files import read_adapter
 from jspec.models.parts.adapter_tables import AdapterTables
 from jspec.models.weights.tensor_parallel import mesh_of, place
 from tests.support import tiny
+from tests.support.low_rank import merged
 from tests.support.recordings import most_likely, recording, run_texts
 
 pytestmark = pytest.mark.once
@@ -72,12 +73,12 @@ FEW = ("deepseek_v3", "gemma4_e2b", "nemotron_h")
 )
 def test_adapters_of_all_weights_have_the_logits_of_a_model_into_which_they_are_merged(family: str) -> None:
     target = tiny.load_target(GOLDEN / "families" / family)
-    table = adapters.as_tables(tiny.uno_adapter(target), target, RANK)
+    adapter = tiny.uno_adapter(target)
+    table = adapters.as_tables(adapter, target, RANK)
     tables = adapters.empty_tables(target, 2, RANK).with_table(1, adapters.on_devices(table, target))
     adapted = replace(target, layers=tables.adapted(target.layers, jnp.full((1, 1), 2)))
-    merged = replace(target, layers=[merge(*pair) for pair in zip(target.layers, table, strict=True)])
     ids = jnp.asarray(np.random.default_rng(0).integers(0, target.config.vocab_size, (1, 12)), jnp.int32)
-    logits = [np.asarray(run_texts(model, ids).logits) for model in (adapted, merged, target)]
+    logits = [np.asarray(run_texts(model, ids).logits) for model in (adapted, merged(target, adapter), target)]
     np.testing.assert_allclose(logits[0], logits[1], atol=TOLERANCE)
     assert np.abs(logits[0] - logits[2]).max() > 1
 
@@ -103,11 +104,6 @@ def test_rows_of_b_have_zeros_in_the_columns_of_other_modules(family: str, devic
                 assert sum(weight.modules) in (0, len(b))
             fused += len(weight.modules) > 1
     assert (fused > 0) == (family != "phi3")
-
-
-def merge(layer: Any, table: Any) -> Any:
-    """Return the weights of a layer plus the products B A."""
-    return replace(layer, **{name: getattr(layer, name) + jnp.asarray(pair.b @ pair.a) for name, pair in table.items()})
 
 
 def test_rows_without_an_adapter_have_the_targets_logits(golden: Path) -> None:
