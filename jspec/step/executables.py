@@ -158,6 +158,7 @@ class Executables:
             logprobs=self._config.logprobs_mode if key.logprobs else None,
             prompt_logprobs=key.prompt_logprobs,
             divides_logits=self._devices > 1 and key.kind == "round" and not key.gathers_logits,
+            adapted=key.adapted,
         )
 
     def _lower(self, key: ExecutableKey) -> Any:
@@ -166,7 +167,8 @@ class Executables:
         function, donated, arguments = self._call(key)
         mesh = self._program.mesh
         arguments = arguments if mesh is None else shapes_of(arguments, mesh)
-        lowered = jax.jit(function, donate_argnums=donated).lower(*arguments)
+        options = self._program_of(key).compiler_options
+        lowered = jax.jit(function, donate_argnums=donated, compiler_options=options).lower(*arguments)
         self.lower_seconds[self._name(key)] = time.perf_counter() - start
         if spans_processes(mesh):
             self.digests[self._name(key)] = hashlib.sha256(lowered.as_text().encode()).hexdigest()
@@ -233,7 +235,7 @@ class Executables:
 
     def _compile_one(self, name: str, lowered: Any) -> tuple[Any, ProgramMemory]:
         start = time.perf_counter()
-        executable = lowered.compile(compiler_options=self._program.compiler_options)
+        executable = lowered.compile()
         self.seconds[name] = time.perf_counter() - start
         return executable, program_memory(executable, self._devices)
 

@@ -91,6 +91,7 @@ class Program:
         mesh: mesh over whose devices the weights and the KV pools are divided; None: one device.
         divides_logits: whether each device chooses tokens among its own part of the vocabulary, so that no logits are
             gathered. The rows of such a program need no `SamplingParams` that cut or edit logits, and no probabilities.
+        adapted: whether rows may have adapters of the target.
     """
 
     drafter: Drafter
@@ -109,17 +110,20 @@ class Program:
     nodes: int | None = None
     mesh: Mesh | None = None
     divides_logits: bool = False
+    adapted: bool = False
 
     @property
     def compiler_options(self) -> dict[str, Any]:
         """The XLA options of this program.
 
-        If the draft is a tree, independent kernels of the CUDA graph may run concurrently. A chain gains nothing from
-        this, because a concurrent graph starts later. XLA may skip a rounding to save a conversion, except in a
+        If the draft is a tree, or rows have adapters, independent kernels of the CUDA graph may run concurrently. Other
+        chains gain nothing from this, because a concurrent graph starts later. XLA may skip a rounding to save a conversion, except in a
         deterministic program. On several GPUs, exchanges are kernels within the CUDA graph, from jax 0.12 on.
         """
         options: dict[str, Any] = {"xla_allow_excess_precision": False} if self.deterministic else {}
-        if not self.drafter.tree.is_chain and jax.default_backend() != "tpu":  # the TPU compiler has no such option
+        if (
+            self.adapted or not self.drafter.tree.is_chain
+        ) and jax.default_backend() != "tpu":  # the TPU compiler has no such option
             options["xla_gpu_command_buffer_scheduling_mode"] = "CONCURRENT"
         if is_on_gpus(self.mesh) and jax.__version_info__ >= KERNELS_IN_GRAPHS:
             options |= COLLECTIVE_KERNELS

@@ -104,6 +104,7 @@ def build(case: StepCase, target: Model, head: EagleHead | DFlashHead | None) ->
         nodes=case.nodes,
         mesh=mesh,
         divides_logits=mesh is not None,  # no row cuts or edits logits
+        adapted=case.adapters > 0,
     )
     max_len = case.context + GROUP * (case.tree_depth + 1) + 1
     pool = PoolShape(case.batch, 2, case.page_size, max_len, *(case.kv_dtype or case.dtype,) * 2)

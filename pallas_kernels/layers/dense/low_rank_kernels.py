@@ -191,23 +191,25 @@ def _sum_kernel(
     def load_parts(ref, columns, mask):
         return [pltriton.load(ref.at[part, row[:, None], columns], mask=mask, other=0) for part in range(ref.shape[0])]
 
-    def add_parts(start):
-        """Returns a tile of the weight's product, and of that with the adapter."""
+    def operands(start):
+        """Returns a tile of the weight's product, z of its module, and B."""
         out = start + tile_at + jnp.arange(tile)
         at = sum((start + tile_at >= end).astype(jnp.int32) for end in ends[:-1]) * rank + column
         of_table = has_adapter & (column < rank)
-        b = pltriton.load(b_ref.at[out[:, None], (chosen - 1) * width + at], mask=of_table, other=0)
-        inner = sum_f32(load_parts(inner_ref, at, is_row[:, None] & of_table))
         total = sum_f32(load_parts(sums_ref, out[None, :], is_row[:, None]))
+        inner = sum_f32(load_parts(inner_ref, at, is_row[:, None] & of_table))
         if scale_refs:
             total = total * pltriton.load(scale_refs[0].at[row], mask=is_row, other=0)[:, None]
             total = total * pltriton.load(scale_refs[1].at[out])[None, :]
-        return total + pltriton.dot(inner.astype(b.dtype), b, trans_b=True)
+        b = pltriton.load(b_ref.at[out[:, None], (chosen - 1) * width + at], mask=of_table, other=0)
+        return total, inner.astype(b.dtype), b
 
     @pl.when(chosen >= 0)
     def add():
-        first, *up = [add_parts(start) for start in range(0, sums_ref.shape[2], out_ref.shape[1])]
-        total = activate(first, gate) * up[0] if gate else first
+        # All loads before the first product, whose barriers would hold up later ones.
+        pieces = [operands(start) for start in range(0, sums_ref.shape[2], out_ref.shape[1])]  # one, or gate and up
+        totals = [total + pltriton.dot(inner, b, trans_b=True) for total, inner, b in pieces]
+        total = activate(totals[0], gate) * totals[1] if gate else totals[0]
         at = out_ref.at[row[:, None], tile_at + jnp.arange(tile)[None, :]]
         pltriton.store(at, total.astype(out_ref.dtype), mask=is_row[:, None])
 
