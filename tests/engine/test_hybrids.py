@@ -111,6 +111,9 @@ def test_requests_begin_at_the_longest_kept_state_of_their_text(hybrid: Recorded
         assert engine.memory_plan.states == 3 * (3 * slot + 8 * copy)
         metrics = engine.metrics
         assert (metrics.num_state_hits, metrics.num_states_evicted, metrics.states_kept) == (3, 0, 6)
+        for name, value in (("state_hits_total", 3), ("states_evicted_total", 0), ("states_kept", 6)):
+            line = f'jspec:prefix_cache_{name}{{model_name="jspec",engine="0"}} {value}.0'
+            assert line in engine.prometheus().splitlines()
 
 
 @BOTH

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import pytest
@@ -59,3 +61,25 @@ def test_memory_plan_has_states_records_and_inputs_of_slots_and_pages_of_tokens(
 
     assert made(COPIES) == plan.states + plan.target_pool
     assert made(0) == SLOTS * (slot - 3 * KIB * row) + plan.target_pool, "without copies no inputs before a state"
+
+
+def test_page_of_targets_has_the_states_of_a_slot_with_and_without_states_for_draft_tokens() -> None:
+    c = random_models.TARGETS["qwen3.8-27b"]
+
+    def slot(nodes: int) -> float:
+        pool = PoolShape(1, 1, 1, 1, "bfloat16", "bfloat16", round_rows=nodes, state_dtype="bfloat16", copies=1)
+        mixers = [layer.mixer for layer in c.layers if not layer.mixer.has_pages]
+        return tree_bytes(jax.eval_shape(lambda: [mixer.state(pool, "bfloat16") for mixer in mixers])) / MIB - copy
+
+    state, row = 144, 960 / 1024
+    copy = state + 3 * row
+    rows = {
+        "jspec": [slot(1), slot(5), slot(48)],
+        "vLLM": [copy, 5 * copy],
+        "SGLang": [copy, *(copy + nodes * state + (nodes + 2) * row for nodes in (5, 48))],  # windows of inputs overlap
+    }
+    text = (Path(__file__).parents[2] / "notebooks" / "targets.md").read_text()
+    for name, wanted in rows.items():
+        (cells,) = re.findall(rf"^\| {name}[^|]*\|(.*)\|$", text, re.M)
+        assert re.findall(r"[\d,]+", cells) == [f"{value:,.0f}" for value in wanted], name
+    assert f"copies of {copy:.0f} MiB" in text
