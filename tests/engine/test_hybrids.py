@@ -267,6 +267,11 @@ def test_devices_with_some_heads_each_emit_the_tokens_of_one(mixer: Mixer, devic
     assert found[0] == found[1]
 
 
+def test_layers_that_no_file_of_the_family_has_need_no_names_without_adapters() -> None:
+    with engines.make(tiny.hybrid(16), slots=1, max_len=32, buckets=(1,), prefill_buckets=(16,)) as engine:
+        assert engine.memory_plan.states > engine.memory_plan.adapters == 0
+
+
 def test_more_devices_than_groups_of_mamba_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match="tensor_parallel: expected a divisor of 4, the model's n_groups, got 8"):
         MAMBA.divided(8)
