@@ -55,8 +55,7 @@ def _states(config: ModelConfig) -> str:
     copy = bytes_of(1, 2) - bytes_of(1, 1)
     plain, chain, tree = (size(bytes_of(nodes, 1) - copy) for nodes in (1, 5, 64))
     return (
-        f"a slot {plain}, with a chain of 4 {chain}, with a tree of 64 nodes {tree}; "
-        f"each of cached_states {size(copy)}"
+        f"a slot {plain}, with a chain of 4 {chain}, with a tree of 64 nodes {tree}; each of cached_states {size(copy)}"
     )
 
 

@@ -101,9 +101,7 @@ def in_rounds(new: DeltaTokens, size: int) -> np.ndarray:
         found, records = verify(zeros(), window, part, seen_of(CHAIN[: part.decays.shape[2]]))
         outputs.append(np.asarray(found[0, 0]))
         kept = (of.astype(rows.dtype) for rows, of in zip(window, records, strict=True))
-        window = Records(
-            *(rows.at[:, :, first : first + size].set(of) for rows, of in zip(window, kept, strict=True))
-        )
+        window = Records(*(rows.at[:, :, first : first + size].set(of) for rows, of in zip(window, kept, strict=True)))
     return np.concatenate(outputs)
 
 

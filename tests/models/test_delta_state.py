@@ -36,6 +36,7 @@ TEXTS: dict[str, Callable[[np.random.Generator], dict[str, Any]]] = {
     "decay near 1": lambda rng: {"decay": -1e-4},
     "decays near 0": lambda rng: {"decay": -rng.uniform(0, 320) if rng.random() < 0.1 else -rng.uniform(0, 50)},
     "equal keys": lambda rng: {"decay": 0.0, "rate": 1.0, "key": np.eye(KEY_DIM)[0]},
+    "keys of zeros": lambda rng: {"key": np.zeros(KEY_DIM)} if rng.random() < 0.5 else {},
     "rates 0 or 1": lambda rng: {"rate": float(rng.integers(2))},
     "no rates": lambda rng: {"rate": None},  # the rule of Mamba 2
 }
@@ -50,7 +51,7 @@ def token(rng: np.random.Generator, text: str, dims: tuple[int, int] = (KEY_DIM,
         else rng.standard_normal((KEY_HEADS, key_dim))
     )
     queries = rng.standard_normal((KEY_HEADS, key_dim))
-    keys, queries = (rows / np.linalg.norm(rows, axis=-1, keepdims=True) for rows in (keys, queries))
+    keys, queries = (rows / np.maximum(np.linalg.norm(rows, axis=-1, keepdims=True), 1e-9) for rows in (keys, queries))
     return {
         "queries": queries.astype(np.float32),
         "keys": keys.astype(np.float32),
