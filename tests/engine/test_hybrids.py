@@ -112,8 +112,23 @@ def test_requests_begin_at_the_longest_kept_state_of_their_text(hybrid: Recorded
         metrics = engine.metrics
         assert (metrics.num_state_hits, metrics.num_states_evicted, metrics.states_kept) == (3, 0, 6)
         for name, value in (("state_hits_total", 3), ("states_evicted_total", 0), ("states_kept", 6)):
-            line = f'jspec:prefix_cache_{name}{{model_name="jspec",engine="0"}} {value}.0'
-            assert line in engine.prometheus().splitlines()
+            assert f'jspec:prefix_cache_{name}{{model_name="jspec",engine="0"}} {value}.0\n' in engine.prometheus()
+
+
+@pytest.mark.long
+def test_requests_begin_at_states_of_their_own_adapter(hybrid: Recorded, golden: Path) -> None:
+    prompt = recording(golden / "adapters" / "expect.npz")["prompt"].tolist() * 6
+    with engines.make(hybrid[0], drafter=TREE, **OPTIONS | dict(pages=None, adapters=1, adapter_rank=6)) as engine:
+        engine.load_adapter("all", golden / "adapters" / "qwen3_5_text" / "all")
+
+        def run(adapter: str | None, **more: Any) -> tuple[list[int], int]:
+            (done,) = engine.generate([prompt], SamplingParams(max_tokens=24, temperature=0, adapter=adapter, **more))
+            return done.raise_for_error().token_ids, done.metrics.num_cached_tokens
+
+        (adapted, _), (plain, _) = (run(adapter, prompt_logprobs=0) for adapter in ("all", None))
+        assert adapted != plain
+        for adapter, wanted in (("all", adapted), (None, plain), ("all", adapted)):
+            assert run(adapter) == (wanted, 64)
 
 
 @BOTH
