@@ -123,6 +123,8 @@ def empty_tables(model: Model, tables: int, rank: int) -> AdapterTables:
 
 def table_bytes(model: Model, tables: int, rank: int, devices: int) -> int:
     """Return the bytes of `empty_tables` on each of several devices."""
+    if not tables:
+        return 0  # also for layers that no file of the family has
     specs = [
         spec
         for layer in adaptable_weights(model.config)
@@ -130,7 +132,7 @@ def table_bytes(model: Model, tables: int, rank: int, devices: int) -> int:
         for spec in weight.of(tables, rank)
     ]
     parts = (math.prod(spec.shape) // (devices if AXIS in spec_of(spec) else 1) for spec in specs)
-    return sum(parts) * model.dtype.itemsize if tables else 0
+    return sum(parts) * model.dtype.itemsize
 
 
 def _zeros(spec: ParamSpec, model: Model) -> jax.Array:

@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+import jax
+
 from jspec.models.config.decoder_config import DecoderConfig, ModelConfig
 from jspec.models.config.layer_config import LayerConfig
 from jspec.models.mlps.mlp_config import Dense, Experts, NoMlp
+from jspec.models.parts.kv_pool import PoolShape
+from jspec.step.memory import size, tree_bytes
 
 NORMS = {
     "pre": "before attention and feed-forward",
@@ -31,11 +35,28 @@ def describe_layers(config: DecoderConfig) -> list[str]:
         f"feed-forward: {_forms([_feed_forward(mlp) for mlp in mlps], len(layers))}",
     ]
     if isinstance(config, ModelConfig):
-        if size := layers[0].embedded:
-            lines.append(f"embeddings: {size} channels of each token for each layer")
+        if config.has_slot_states:
+            lines.append(f"states in bfloat16: {_states(config)}")
+        if channels := layers[0].embedded:
+            lines.append(f"embeddings: {channels} channels of each token for each layer")
         lines.append(f"norms: {_forms([_norms(layer) for layer in layers], len(layers))}")
     factors = _factors(config)
     return [*lines, f"factors: {', '.join(factors)}"] if factors else lines
+
+
+def _states(config: ModelConfig) -> str:
+    """Say how many bytes a slot needs in layers without pages, by the nodes of a round, and a text in the cache."""
+    mixers = [layer.mixer for layer in config.layers if not layer.mixer.has_pages]
+
+    def bytes_of(nodes: int, copies: int) -> int:
+        pool = PoolShape(1, 1, 1, 1, "bfloat16", "bfloat16", round_rows=nodes, state_dtype="bfloat16", copies=copies)
+        return tree_bytes(jax.eval_shape(lambda: [mixer.state(pool, "bfloat16") for mixer in mixers]))
+
+    copy = bytes_of(1, 2) - bytes_of(1, 1)
+    plain, chain, tree = (size(bytes_of(nodes, 1) - copy) for nodes in (1, 5, 64))
+    return (
+        f"a slot {plain}, with a chain of 4 {chain}, with a tree of 64 nodes {tree}; each of cached_states {size(copy)}"
+    )
 
 
 def _norms(layer: LayerConfig) -> str:

@@ -111,6 +111,24 @@ def test_requests_begin_at_the_longest_kept_state_of_their_text(hybrid: Recorded
         assert engine.memory_plan.states == 3 * (3 * slot + 8 * copy)
         metrics = engine.metrics
         assert (metrics.num_state_hits, metrics.num_states_evicted, metrics.states_kept) == (3, 0, 6)
+        for name, value in (("state_hits_total", 3), ("states_evicted_total", 0), ("states_kept", 6)):
+            assert f'jspec:prefix_cache_{name}{{model_name="jspec",engine="0"}} {value}.0\n' in engine.prometheus()
+
+
+@pytest.mark.long
+def test_requests_begin_at_states_of_their_own_adapter(hybrid: Recorded, golden: Path) -> None:
+    prompt = recording(golden / "adapters" / "expect.npz")["prompt"].tolist() * 6
+    with engines.make(hybrid[0], drafter=TREE, **OPTIONS | dict(pages=None, adapters=1, adapter_rank=6)) as engine:
+        engine.load_adapter("all", golden / "adapters" / "qwen3_5_text" / "all")
+
+        def run(adapter: str | None, **more: Any) -> tuple[Any, int]:
+            (done,) = engine.generate([prompt], max_tokens=8, temperature=0, adapter=adapter, logprobs=0, **more)
+            return np.array([one.logprob for one in done.raise_for_error().logprobs]), done.metrics.num_cached_tokens
+
+        wanted = {adapter: run(adapter, prompt_logprobs=0)[0] for adapter in ("all", None)}
+        for adapter in ("all", None, "all"):
+            found, cached = run(adapter)
+            assert np.abs(found - wanted[adapter]).max() < 1e-4 and cached == 64
 
 
 @BOTH
@@ -262,6 +280,11 @@ def test_devices_with_some_heads_each_emit_the_tokens_of_one(mixer: Mixer, devic
         with engines.make(target, drafter=TREE, **OPTIONS, tensor_parallel=count) as engine:
             found.append(tokens_of(engine, [list(range(20)), list(range(40, 0, -1))] * 2))
     assert found[0] == found[1]
+
+
+def test_layers_that_no_file_of_the_family_has_need_no_names_without_adapters() -> None:
+    with engines.make(tiny.hybrid(16), slots=1, max_len=32, buckets=(1,), prefill_buckets=(16,)) as engine:
+        assert engine.memory_plan.states > engine.memory_plan.adapters == 0
 
 
 def test_more_devices_than_groups_of_mamba_are_refused_by_name() -> None:

@@ -21,6 +21,7 @@ from jspec.models.parts.conv_state import ConvState
 from jspec.models.parts.delta_state import DeltaState, run_tokens
 from jspec.models.parts.kv_pool import PoolShape
 from pallas_kernels.attention.ancestor_bits import ancestor_bits
+from pallas_kernels.recurrent.gated_delta import fold
 from pallas_kernels.recurrent.records import EVERY, DeltaTokens
 from tests.support.arrays import on_device
 from tests.support.views import view_of_rows
@@ -35,6 +36,7 @@ TEXTS: dict[str, Callable[[np.random.Generator], dict[str, Any]]] = {
     "decay near 1": lambda rng: {"decay": -1e-4},
     "decays near 0": lambda rng: {"decay": -rng.uniform(0, 320) if rng.random() < 0.1 else -rng.uniform(0, 50)},
     "equal keys": lambda rng: {"decay": 0.0, "rate": 1.0, "key": np.eye(KEY_DIM)[0]},
+    "keys of zeros": lambda rng: {"key": np.zeros(KEY_DIM)} if rng.random() < 0.5 else {},
     "rates 0 or 1": lambda rng: {"rate": float(rng.integers(2))},
     "no rates": lambda rng: {"rate": None},  # the rule of Mamba 2
 }
@@ -49,7 +51,7 @@ def token(rng: np.random.Generator, text: str, dims: tuple[int, int] = (KEY_DIM,
         else rng.standard_normal((KEY_HEADS, key_dim))
     )
     queries = rng.standard_normal((KEY_HEADS, key_dim))
-    keys, queries = (rows / np.linalg.norm(rows, axis=-1, keepdims=True) for rows in (keys, queries))
+    keys, queries = (rows / np.maximum(np.linalg.norm(rows, axis=-1, keepdims=True), 1e-9) for rows in (keys, queries))
     return {
         "queries": queries.astype(np.float32),
         "keys": keys.astype(np.float32),
@@ -256,7 +258,11 @@ def test_2000_tokens_of_random_rounds_stay_at_the_recurrence(name: str, text: st
 
 @pytest.mark.parametrize("text", ["usual", "no rates"])
 def test_outputs_differ_if_state_records_or_ancestors_are_wrong(text: str) -> None:
-    def broken(change: Callable[[TokenBatch], TokenBatch], undo: bool = False) -> float:
+    def error(
+        change: Callable[[TokenBatch], TokenBatch] = lambda batch: batch,
+        state: Callable[[DeltaState, DeltaState], Any] = lambda before, after: after.state,
+    ) -> float:
+        """Return the error of a round after a fold, with a changed batch or a state made of those around the fold."""
         rounds = DeltaRounds("tree", text)
         rounds.prompt(1, [40])
         rounds.prompt(0, [EVERY - 2])
@@ -264,19 +270,25 @@ def test_outputs_differ_if_state_records_or_ancestors_are_wrong(text: str) -> No
         while len(rounds.committed[0]) < EVERY:
             rounds.round([0])
         assert rounds.error < TOLERANCE
-        if undo:
-            rounds.state = rounds.state._replace(state=before.state)
+        rounds.state = rounds.state._replace(state=state(before, rounds.state))
         rounds.round([0], change=change)
         return rounds.error
 
-    faults: dict[str, Callable[[TokenBatch], TokenBatch]] = {
-        "a record less": lambda batch: replace(batch, first_row=batch.first_row - 1),
-        "another slot": lambda batch: replace(batch, slots=batch.slots + 1),
-        "an ancestor less": lambda batch: replace(batch, bits=batch.bits.at[:, 6, 0].set(0b1100001)),
+    def folded(first: int) -> Callable[[DeltaState, DeltaState], Any]:
+        block = jnp.arange(first, first + EVERY)[None]
+        slot = jnp.zeros(1, jnp.int32)
+        return lambda before, after: after.state.at[0].set(fold(before.state[:1], after.records.at(slot, block))[0])
+
+    errors = {
+        "a record less": error(lambda batch: replace(batch, first_row=batch.first_row - 1)),
+        "a row of a rejected draft": error(lambda batch: replace(batch, first_row=batch.first_row + 1)),
+        "another slot": error(lambda batch: replace(batch, slots=batch.slots + 1)),
+        "an ancestor less": error(lambda batch: replace(batch, bits=batch.bits.at[:, 6, 0].set(0b1100001))),
+        "the state of an earlier round": error(state=lambda before, after: before.state),
+        "a fold one row late": error(state=folded(1)),
     }
-    errors = {name: broken(change) for name, change in faults.items()}
-    errors["the state of an earlier round"] = broken(lambda batch: batch, undo=True)
     assert min(errors.values()) > LEAST, errors
+    assert error(state=folded(0)) < TOLERANCE
 
 
 def check_bits(text: str, numerics: Numerics, dims: tuple[int, int]) -> None:

@@ -140,6 +140,7 @@ def exposition(
     text.add("jspec:drafter_info", "gauge", about, [("", _labels(drafter), 1)] if drafter else [])
     _add_gauges(text, gauges)
     _add_counters(text, metrics)
+    _add_states(text, metrics)
     _add_histograms(text, latencies)
     return "\n".join(text.lines) + "\n"
 
@@ -210,6 +211,16 @@ def _add_counters(text: _Text, metrics: Metrics) -> None:
         ended[REASONS.get(reason, reason)] += count
     by_reason = [("", f'finished_reason="{reason}"', count) for reason, count in sorted(ended.items())]
     text.add("vllm:request_success_total", "counter", "Requests that ended, by reason.", by_reason)
+
+
+def _add_states(text: _Text, metrics: Metrics) -> None:
+    """Add what the prefix cache says of recurrent states."""
+    for name, kind, value, about in (
+        ("state_hits_total", "counter", metrics.num_state_hits, "Requests that began at a kept recurrent state."),
+        ("states_evicted_total", "counter", metrics.num_states_evicted, "Kept states that others have overwritten."),
+        ("states_kept", "gauge", metrics.states_kept, "Recurrent states that the prefix cache keeps."),
+    ):
+        text.add(f"jspec:prefix_cache_{name}", kind, about, [("", "", value)])
 
 
 def _add_histograms(text: _Text, latencies: Latencies) -> None:
