@@ -57,8 +57,8 @@ def new_weights(
         TypeError, ValueError: the weights or the drafter are not like the engine's.
     """
     check_live("update_weights: weights", weights)
+    check_live("update_weights: drafter", arrays_of(drafter if isinstance(drafter, Drafter) else program.drafter))
     proposes = _drafter_of(drafter, program, config)
-    check_live("update_weights: drafter", arrays_of(proposes))
     if copy and isinstance(drafter, Drafter):
         proposes = with_arrays(proposes, once(_copied))
     proposes, _ = back_on_devices(proposes, Params(target=None, draft=()))  # they may be on the host
@@ -123,7 +123,18 @@ def model_of(
             f"{place}: expected a Model, a mapping of arrays by the names of a Hugging Face checkpoint, a folder or a "
             f"hub id, got {short(weights)}"
         )
+    _check_whole(place, model)
     return _in_form(model, old, mesh)
+
+
+def _check_whole(place: str, model: Model) -> None:
+    """Raise a ValueError unless a model has all its layers, in a floating-point dtype."""
+    if not jnp.issubdtype(model.dtype, jnp.floating):
+        raise ValueError(f"{place}: expected weights in a floating-point dtype, got {model.dtype}")
+    if len(model.layers) != model.config.num_layers:
+        raise ValueError(
+            f"{place}: expected the {model.config.num_layers} layers of the model's config, got {len(model.layers)}"
+        )
 
 
 def _drafter_of(drafter: Drafter | str | None, program: Program, config: EngineConfig) -> Drafter:

@@ -298,3 +298,32 @@ def test_a_draft_model_on_another_device_changes_no_token(hybrid: Recorded) -> N
     drafter = DraftModel(tiny.model(target.config.vocab_size), Tree.topk(6, 2, 2), device=jax.devices()[1])
     with engines.make(target, drafter=drafter, **OPTIONS) as engine:
         assert tokens_of(engine, prompts) == expected
+
+
+def test_states_kept_under_other_weights_are_not_found_after_an_update(
+    hybrid: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, prompts, tokens = hybrid
+    other = jax.tree.map(lambda leaf: (1.2 * leaf).astype(leaf.dtype), model)
+    text = prompts[0] + tokens[0]
+
+    def scores(engine: Engine) -> list[float]:
+        (done,) = engine.generate([text], max_tokens=8, temperature=0.0, logprobs=0)
+        return [record.logprob for record in done.raise_for_error().logprobs or ()]
+
+    with engines.make(other, TREE, **OPTIONS) as fresh, engines.make(model, TREE, **OPTIONS) as engine:
+        wanted = scores(fresh)
+
+        def updated(*, forgets: bool) -> bool:
+            engine.update_weights(model)
+            for _ in range(2):  # the second one begins with a state that the first one kept
+                before = scores(engine)
+            assert engine.metrics.num_cached_tokens > 0 and not np.allclose(before, wanted, atol=1e-2)
+            if not forgets:
+                monkeypatch.setattr(Scheduler, "reset_prefix_cache", lambda self: 0)
+            engine.update_weights(other)
+            return np.allclose(scores(engine), wanted, atol=1e-4)
+
+        assert updated(forgets=True)
+        engine.scheduler.pages.check()
+        assert not updated(forgets=False), "control: states and pages of the old weights"

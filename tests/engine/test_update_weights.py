@@ -304,11 +304,19 @@ def test_refused_updates_change_nothing(engine: Engine, old: Engine) -> None:
     layers = new_target()
     wide = tiny.model(VOCAB, layers=1, hidden=32)
     odd = layers.replace(norm=layers.norm[:-1])
+    whole_numbers = jax.tree.map(lambda leaf: leaf.astype(jnp.int32), layers)
     deleted = new_target()
     deleted.norm.delete()
     cases: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
         (wide, {}, ValueError, "update_weights: expected a target of the same config as the engine's"),
         (odd, {}, ValueError, "other: target.norm (float32[15] on [0] for float32[16] on [0])"),
+        (layers.replace(layers=[]), {}, ValueError, "update_weights: weights: expected the 1 layers of the model's"),
+        (
+            whole_numbers,
+            {},
+            ValueError,
+            "update_weights: weights: expected weights in a floating-point dtype, got int32",
+        ),
         (deleted, {}, ValueError, "update_weights: weights: expected arrays, got some that were deleted"),
         ({}, {}, ValueError, "the tensors do not match the config (missing:"),
         (5, {}, TypeError, "update_weights: weights: expected a Model, a mapping of arrays"),

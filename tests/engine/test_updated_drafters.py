@@ -249,6 +249,23 @@ def test_weights_that_are_not_quantised_as_the_stored_target_is_are_refused(gold
         assert engine.weight_version == 0
 
 
+def test_donated_heads_and_targets_without_layers_are_refused_on_two_devices(golden: Path) -> None:
+    new = target(golden, is_new=True)
+    donated = head(new, 2)
+    for leaf in arrays_of(donated):
+        leaf.delete()
+    with make(target(golden), head(new, 1), **OPTIONS, tensor_parallel=2) as engine:
+        wanted = weights_of(engine)
+        for weights, drafter, message in (
+            (new, donated, "update_weights: drafter: expected arrays, got some that were deleted"),
+            (new.replace(layers=new.layers[:1]), None, "expected the 4 layers of the model's config, got 1"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                engine.update_weights(weights, drafter=drafter)
+        assert engine.weight_version == 0
+        assert all(np.array_equal(one[0], other[0]) for one, other in zip(weights_of(engine), wanted, strict=True))
+
+
 def test_engine_whose_draft_model_gets_no_memory_sleeps_on_and_holds_none(
     golden: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

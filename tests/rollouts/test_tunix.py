@@ -276,14 +276,14 @@ def test_rows_and_calls_draw_differently_and_a_seed_repeats_them() -> None:
 def test_threads_that_call_at_once_draw_what_one_after_another_draws() -> None:
     prompts = ["AB", "CDE", "AB", "FG"]
 
-    def drawn(workers: int) -> list[tuple[int, ...]]:
+    def drawn(workers: int, prompts: list[str] = prompts) -> list[tuple[int, ...]]:
         worker = rollout()
         with ThreadPoolExecutor(workers) as pool:
             outputs = list(pool.map(lambda prompt: worker.generate([prompt], sampled()), prompts))
         return sorted(tuple(output.tokens[0].tolist()) for output in outputs)
 
     wanted = drawn(1)
-    assert [drawn(4) for _ in range(3)] == [wanted] * 3
+    assert [drawn(4), drawn(4), drawn(1, prompts[::-1])] == [wanted] * 3
     assert len(set(wanted)) == 4
 
 
