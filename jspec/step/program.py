@@ -117,8 +117,9 @@ class Program:
         """The XLA options of this program.
 
         If the draft is a tree, or rows have adapters, independent kernels of the CUDA graph may run concurrently. Other
-        chains gain nothing from this, because a concurrent graph starts later. XLA may skip a rounding to save a conversion, except in a
-        deterministic program. On several GPUs, exchanges are kernels within the CUDA graph, from jax 0.12 on.
+        chains gain nothing from this, because a concurrent graph starts later. XLA may skip a rounding to save a
+        conversion, except in a deterministic program. On several GPUs, exchanges are kernels within the CUDA graph,
+        from jax 0.12 on.
         """
         options: dict[str, Any] = {"xla_allow_excess_precision": False} if self.deterministic else {}
         if (

@@ -56,14 +56,14 @@ def row_blocks(weight: Adapted) -> RowBlocks:
 
 
 def _multiply_inner(
-    x_ref: Any, a_ref: Any, blocks: RowBlocks, inner_ref: Any, *, block: Array, part: Array, tile: Array, **sizes: int
+    x_ref: Any, a_ref: Any, blocks: Any, inner_ref: Any, *, block: Array, part: Array, tile: Array, **sizes: int
 ) -> None:
     """Multiplies the rows of a block by some rows of A of their table, over a part of k, in a program.
 
     Args:
         x_ref: [T, K].
         a_ref: [columns, K].
-        blocks: the rows, as references.
+        blocks: `RowBlocks` of references.
         inner_ref: output, partial sums [parts, T, width] float32; rows without an adapter are not written.
         block, part, tile: indices of the block, of the part of k, and of the rows of A.
         sizes: `inner` values of k per loop iteration, and `steps` iterations per part.
