@@ -1,1 +1,1 @@
-"""Kernels that gather and scatter rows of arrays with one row per slot."""
+"""Kernel that scatters rows of arrays with one row per slot."""

@@ -14,7 +14,8 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Int32
 
 from pallas_kernels.dispatch import TRITON, Implementation, Kernel, dispatch
-from pallas_kernels.state.gather_rows import BLOCK
+
+BLOCK = 1024  # values that a Pallas program loads at once
 
 
 def _reference(rows, arrays, replacing):
