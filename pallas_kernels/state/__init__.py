@@ -1,1 +1,0 @@
-"""Kernel that scatters rows of arrays with one row per slot."""
