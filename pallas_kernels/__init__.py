@@ -1,6 +1,6 @@
 """GPU kernels for operations that XLA compiles to slower code. Each kernel has a reference in jax.numpy."""
 
-from pallas_kernels.attention.ancestor_bits import ancestor_bits, causal_bits
+from pallas_kernels.attention.ancestor_bits import ancestor_bits
 from pallas_kernels.attention.append_attention import append_attention
 from pallas_kernels.attention.head_products import head_products
 from pallas_kernels.attention.interval_attention import interval_attention, interval_attention_gradient
@@ -27,7 +27,6 @@ __all__ = [
     "append",
     "append_attention",
     "append_latent",
-    "causal_bits",
     "deterministic_matmul",
     "gated_matmul",
     "head_products",

@@ -41,12 +41,6 @@ def ancestor_bits(parents: Int32[Array | np.ndarray, "B N"]) -> UInt32[Array, "B
     return bits[:, :nodes]
 
 
-def causal_bits(n: int) -> UInt32[np.ndarray, "n W"]:
-    """Returns the packed ancestor mask of a chain of n nodes, in which node t sees nodes 0 to t."""
-    seen = np.tri(n, num_words(n) * WORD, dtype=np.uint32).reshape(n, num_words(n), WORD)
-    return (seen << np.arange(WORD, dtype=np.uint32)).sum(-1, dtype=np.uint32)
-
-
 def bits_of_chunk(
     bits: UInt32[Array, "B T W"], lengths: Int32[Array, " B"], chunk: int | None
 ) -> UInt32[Array, "B T W"]:

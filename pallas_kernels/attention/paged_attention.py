@@ -296,7 +296,7 @@ def paged_attention(
             together.
         page_table: page numbers [B, P], one for every `page` rows; rows past the table's end do not exist.
         lengths: number of committed rows of each sequence [B].
-        bits: packed ancestor mask [B, T, W] (`ancestor_bits`, `causal_bits`); None: causal (prefill chunks). With
+        bits: packed ancestor mask [B, T, W] (`ancestor_bits`); None: causal (prefill chunks). With
             chunks, no query may see rows after its own.
         sinks: score of each query head's sink [H], which has no value; None: no sinks.
         new_rows: number M of new rows; None: T. M exceeds T if some new rows belong to queries of earlier calls, when a

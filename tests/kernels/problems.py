@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import ancestor_bits, causal_bits
+from pallas_kernels import ancestor_bits
 from tests.reference.attention import ancestors, attention
 from tests.support import cover
 from tests.support.arrays import on_device
@@ -171,7 +171,7 @@ def make_problem(case: AttentionCase, *, seed: int = 0) -> Problem:
     options = {name: getattr(case, name) for name in ("start", "window", "chunk", "scale", "softcap")} | {
         "sinks": sinks
     }
-    chain = on_device(np.broadcast_to(causal_bits(case.queries), (batch, *causal_bits(case.queries).shape)))
+    chain = bits_of(np.broadcast_to(np.arange(-1, case.queries - 1, dtype=np.int32), (batch, case.queries)))
     block = on_device(np.broadcast_to(np.asarray(chain)[:, -1:], chain.shape))
     bits = {"causal": None, "chain": chain, "block": block}.get(case.tree, bits_of(parents))
     arrays = (q, k_pool, v_pool, on_device(page_table), on_device(lengths), bits)

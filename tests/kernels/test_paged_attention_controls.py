@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from pallas_kernels import causal_bits, paged_attention
-from tests.kernels.problems import FACTORS, AttentionCase, make_problem
+from pallas_kernels import paged_attention
+from tests.kernels.problems import FACTORS, AttentionCase, bits_of, make_problem
 
 
 def _causal_instead_of_tree(arrays):
     q, *rest, bits = arrays
-    return (q, *rest, jnp.broadcast_to(causal_bits(q.shape[1]), bits.shape))
+    chain = bits_of(np.arange(-1, q.shape[1] - 1, dtype=np.int32)[None])
+    return (q, *rest, jnp.broadcast_to(chain, bits.shape))
 
 
 def _table_off_by_one_page(arrays):
