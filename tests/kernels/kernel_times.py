@@ -1,7 +1,8 @@
-"""Times of attention and of a decoder's matrix products by themselves, beside their least possible times.
+"""Times of attention, matrix products and gated delta nets by themselves, the first two beside their least times.
 
 python -m tests.kernels.kernel_times --kernel attention --batch 32,64
 python -m tests.kernels.kernel_times --kernel gemm --rows 1,5,61
+python -c "from tests.kernels.kernel_times import delta_round_us as us; print(us(batch=32, nodes=5))"
 
 One program holds many calls, each on its own data, so no call finds its data in a cache or waits for another's result.
 On a GPU the time is the sum of the kernels' times in the device's trace, launch gaps excluded; elsewhere it is the
@@ -17,9 +18,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Annotated, Any
 
 import jax
@@ -48,6 +50,7 @@ from pallas_kernels import gated_matmul, paged_attention, split_matmul
 from pallas_kernels.layers.formats import quantize
 from pallas_kernels.layers.products import matmul
 from pallas_kernels.layers.weights import FORMATS
+from tests.kernels import test_delta_inputs as rounds
 
 BEYOND_CACHES = 256 * 2**20  # bytes that all calls read together at least; an H200's L2 holds 60 MB
 MOST_CALLS = 64
@@ -165,6 +168,34 @@ def _seconds(program: Any, arguments: tuple[Any, ...]) -> float:
     began = time.perf_counter()
     jax.block_until_ready(program(*arguments))
     return time.perf_counter() - began
+
+
+def delta_round_us(batch: int = 1, nodes: int = 5, layers: int = 12, calls: int = 10) -> dict[str, float]:
+    """Return median microseconds of each kernel of a gated delta net's round at the sizes of a 27B model, by its name.
+
+    One jitted program runs the nodes of ``layers`` layers, whose states exceed the device's cache. "all" is the time of
+    all launches of a layer.
+    """
+    mixer = replace(rounds.MIXER, key_heads=16, value_heads=48)
+    slots = list(range(batch))
+    layer, projected, gates, state, tokens = rounds.problem(
+        list(range(-1, nodes - 1)), [1024 + slot for slot in slots], slots, mixer, all_slots=batch
+    )
+    states = [jax.tree.map(jnp.copy, state) for _ in range(layers)]
+
+    def step(states, projected, gates, tokens):
+        return [rounds.run_kernels(mixer, layer, projected, gates, state, tokens)[1] for state in states]
+
+    step = jax.jit(step, donate_argnums=0)
+    states = jax.block_until_ready(step(states, projected, gates, tokens))
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for _ in range(calls):
+                states = step(states, projected, gates, tokens)
+            jax.block_until_ready(states)
+        launches = profiling.launches_by_name(profiling.gpu_events(Path(folder)), calls * layers)
+    kernels = {kernel.name: kernel.microseconds for kernel in launches[:-1] if "mosaic" in kernel.name}
+    return kernels | {"all": launches[-1].milliseconds * 1e3}
 
 
 def main(words: Sequence[str]) -> int:
