@@ -310,8 +310,7 @@ def rotate_append(
         valid: whether a row is written [B, T].
         heads: number of query heads.
         dtype: the model's dtype, in which the queries are returned.
-        deterministic: make the bits of a row's result independent of the number of rows. This option changes only the
-            reference, because the kernel's results never depend on the number of rows.
+        deterministic: as in `add_rms_norm`.
         implementation: as in `paged_attention`.
 
     Returns:

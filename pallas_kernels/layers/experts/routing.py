@@ -221,8 +221,7 @@ def _of_best_groups_in_kernel(keys, expert, choice):
     return jnp.max((is_own & is_best[None, :]).astype(jnp.int32), axis=1) > 0
 
 
-def _pallas(logits, bias, correction, used, *, choice, shared, deterministic, interpret):
-    del deterministic  # a program computes one row, in the same way for any number of rows
+def _pallas(logits, bias, correction, used, *, choice, shared, interpret):
     shape = choice.chosen + shared, logits.shape[0]
     return pl.pallas_call(
         functools.partial(_kernel, choice=choice, shared=shared),
@@ -257,8 +256,7 @@ def route(
         used: whether a row chooses experts; the indices of other rows are -1. None: all rows do.
         shared: number of experts that every row uses beside the chosen ones; their indices are `count`, `count` + 1 and
             so on. Their weight is the sigmoid of the last logit, or 1 without one.
-        deterministic: make the bits of a row's result independent of the number of rows. This option changes only the
-            reference, because the kernel's results never depend on the number of rows.
+        deterministic: as in `add_rms_norm`.
         implementation: as in `paged_attention`.
 
     Returns:
@@ -269,6 +267,6 @@ def route(
         NotImplementedError: implementation is "pallas", and there are more experts than the kernel supports.
     """
     unsupported = None if choice.count <= MOST else f"at most {MOST} experts, got {choice.count}"
-    options = {"choice": choice, "shared": shared, "deterministic": deterministic}
-    kernel, reference = (functools.partial(run, **options) for run in (_pallas, _reference))
+    kernel, reference = (functools.partial(run, choice=choice, shared=shared) for run in (_pallas, _reference))
+    reference = functools.partial(reference, deterministic=deterministic)
     return dispatch(implementation, [Kernel(TRITON, kernel, unsupported)], reference, logits, bias, correction, used)
