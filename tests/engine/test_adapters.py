@@ -126,12 +126,20 @@ def test_tokens_on_several_devices_and_in_deterministic_mode_are_the_recorded_on
         assert all(are_recorded(complete(engine, golden), golden))
 
 
-def test_deterministic_logprobs_do_not_depend_on_the_adapters_of_other_rows(target: Model, golden: Path) -> None:
+def test_deterministic_logprobs_depend_on_a_rows_own_adapter_alone_and_are_those_of_scored_texts(
+    target: Model, golden: Path
+) -> None:
     with loaded(engines.make(target, deterministic=True, **OPTIONS), golden) as engine:
         alone = [complete(engine, golden, [kind], logprobs=0)[0] for kind in KINDS]
         together = complete(engine, golden, logprobs=0)
         for one, other in zip(alone, together, strict=True):
             assert [each.logprob for each in one.logprobs] == [each.logprob for each in other.logprobs]
+        texts = [prompt_of(golden) + done.token_ids for done in alone]
+        for kind, text, done in zip(KINDS, texts, alone, strict=True):
+            of_tokens = [each.logprob for each in done.logprobs]
+            (scored,), (of_base,) = (engine.log_probs([text], adapter=name) for name in (kind, None))
+            assert scored[-20:].tolist() == of_tokens
+            assert (of_base[-20:].tolist() == of_tokens) == (kind is None), "control: without the adapter"
 
 
 @pytest.mark.parametrize("kind", ["int8", pytest.param("int4", marks=pytest.mark.long)])

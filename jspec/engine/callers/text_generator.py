@@ -85,7 +85,7 @@ class TextGenerator(Clients):
         asked = await self._acomplete(partial(make, keywords=fields))
         return [make_completion(request) for request in asked]
 
-    def log_probs(self, texts: Sequence[Sequence[int]]) -> list[np.ndarray]:
+    def log_probs(self, texts: Sequence[Sequence[int]], *, adapter: str | None = None) -> list[np.ndarray]:
         """Return the log-probability of each token of some texts after the tokens before it.
 
         With ``deterministic=True`` these are the bits of ``Completion.logprobs`` of the same tokens, however they were
@@ -93,17 +93,19 @@ class TextGenerator(Clients):
 
         Args:
             texts: token ids of each text.
+            adapter: name of an adapter of the target (`load_adapter`) that scores them; None: none.
 
         Returns:
             For each text of n tokens a float32 array [n - 1], of its second token to its last. The values are those of
             the model's raw logits.
 
         Raises:
-            TypeError, ValueError: a text is no list of token ids, or longer than ``max_len`` minus 1.
+            TypeError, ValueError: a text is no list of token ids, or longer than ``max_len`` minus 1; or no adapter has
+                this name.
         """
         asked = self._make_requests(
             [{"prompt_token_ids": text} for text in texts],
-            {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "ignore_eos": True},
+            {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "ignore_eos": True, "adapter": adapter},
         )
         for _ in self._complete(asked):
             pass
