@@ -55,7 +55,7 @@ SUB_FLOORS = {  # of packages that are divided, from the lowest floor up
         ("decoder",),
         ("deterministic", "exchange", "adapters"),
     ),
-    "pallas_kernels": (("dispatch",), ("layers",), ("attention", "recurrent", "sampling")),
+    "pallas_kernels": (("dispatch",), ("layers",), ("attention", "recurrent", "sampling", "state")),
     "pallas_kernels.layers": (
         ("shard", "adapted", "row_by_row", "hopper"),
         ("weights",),

@@ -1,0 +1,1 @@
+"""Kernel that scatters rows of arrays with one row per slot."""
