@@ -19,6 +19,7 @@ from pallas_kernels.layers.split_matmul import split_matmul
 from pallas_kernels.sampling.sample_tokens import sample_tokens
 from pallas_kernels.sampling.threshold import sampling_threshold
 from pallas_kernels.sampling.top_log_probs import top_log_probs
+from pallas_kernels.state.gather_rows import gather_rows
 from pallas_kernels.state.scatter_rows import scatter_rows
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "append_latent",
     "deterministic_matmul",
     "gated_matmul",
+    "gather_rows",
     "head_products",
     "interval_attention",
     "interval_attention_gradient",

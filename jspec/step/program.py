@@ -37,7 +37,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Int
 
 from jspec import verify
 from jspec.core.accept_rule import AcceptRule
@@ -52,6 +52,7 @@ from jspec.models.parts.adapter_tables import AdapterTables
 from jspec.models.parts.kv_pool import PoolShape
 from jspec.sampling import grammar_mask, penalties
 from jspec.sampling.logits_processor import LogitsProcessor
+from pallas_kernels.state.gather_rows import gather_rows
 
 KERNELS_IN_GRAPHS = 0, 12  # version of jax whose kernels for sums over devices can be part of a CUDA graph
 COLLECTIVE_KERNELS = {
@@ -149,7 +150,7 @@ def view_of(state: SlotState, slots: Int[Array, "batch"], program: Program) -> S
     with jax.named_scope("view"):
         names = ("root", "lengths", "active", "remaining", "page_table", "sampling")
         fields = {name: getattr(state, name) for name in names}
-        taken = taken_rows(fields, slots, state.active)
+        taken = gather_rows(fields, slots, state.active, implementation=program.implementation)
         return SlotView(
             slots=slots,
             **taken,
@@ -162,18 +163,6 @@ def view_of(state: SlotState, slots: Int[Array, "batch"], program: Program) -> S
             predictions=state.predictions,
             token_history=None if program.processor is None else token_history(state, taken["page_table"]),
         )
-
-
-def taken_rows(arrays: Any, slots: Int[Array, "batch"], active: Bool[Array, "slots"]) -> Any:
-    """Return the rows of slots of a tree of arrays ``[slots, ...]``; zeros for ended slots and beyond the last slot."""
-    inside = active.at[slots].get(mode="fill", fill_value=False)
-    nearest = jnp.minimum(slots, active.shape[0] - 1)
-
-    def taken(array: Array) -> Array:
-        rows = array.at[nearest].get(mode="promise_in_bounds")
-        return jnp.where(jnp.expand_dims(inside, tuple(range(1, array.ndim))), rows, array.dtype.type(0))
-
-    return jax.tree.map(taken, arrays)
 
 
 def token_history(state: SlotState, page_table: Int[Array, "batch pages"]) -> Int[Array, "batch positions"]:

@@ -1,1 +1,1 @@
-"""Kernel that scatters rows of arrays with one row per slot."""
+"""Kernels that gather and scatter rows of arrays with one row per slot."""

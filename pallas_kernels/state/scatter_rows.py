@@ -14,8 +14,7 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Int32
 
 from pallas_kernels.dispatch import TRITON, Implementation, Kernel, dispatch
-
-BLOCK = 1024  # values that a Pallas program loads at once
+from pallas_kernels.state.gather_rows import BLOCK
 
 
 def _reference(rows, arrays, replacing):

@@ -20,6 +20,7 @@ from pallas_kernels import (
     append,
     append_attention,
     append_latent,
+    gather_rows,
     head_products,
     interval_attention,
     interval_attention_gradient,
@@ -253,6 +254,12 @@ def routed(choice: Choice) -> Case:
     return lambda logits, vectors, used: route(logits, used=used, **vectors, **options), arrays
 
 
+def gather() -> Case:
+    arrays = [shape(64, dtype=F32), shape(64, dtype=jnp.bool), shape(64, 2048, dtype=I32)]
+    where = shape(8, dtype=I32), shape(64, dtype=jnp.bool)
+    return lambda *given: gather_rows(list(given[:3]), *given[3:], implementation="pallas"), (*arrays, *where)
+
+
 def scatter() -> Case:
     def rows(count: int) -> list[jax.ShapeDtypeStruct]:
         return [shape(count, dtype=I32), shape(count, dtype=jnp.bool), shape(count, 5, 4096)]
@@ -315,6 +322,7 @@ CASES: dict[str, Case] = {
     "sample tokens": sample(5),
     "experts of a row": routed(Choice(128, 8)),
     "experts of a row, of many in groups": routed(Choice(512, 8, "sigmoid", groups=8, chosen_groups=4)),
+    "gather rows": gather(),
     "scatter rows": scatter(),
     "top 10 of a vocabulary": (partial(top_log_probs, k=10, implementation="pallas"), (shape(10, 32000, dtype=F32),)),
     "top 60 of a tree's candidates": (partial(top, k=60, implementation="pallas"), (shape(8, 710, dtype=F32),)),
@@ -365,6 +373,7 @@ DEFAULT = {
         "product 160 in groups",
         "append",
         "norms of queries and keys",
+        "gather rows",
         "scatter rows",
         "top 59 in order",
         "attention 60 x 128, all options",

@@ -39,6 +39,7 @@ TRITON_CALLS = {
     "sampling/sample_tokens.py": 2,
     "sampling/threshold.py": 2,
     "sampling/top_log_probs.py": 4,
+    "state/gather_rows.py": 1,
     "state/scatter_rows.py": 1,
 }
 
