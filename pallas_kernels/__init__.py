@@ -20,7 +20,6 @@ from pallas_kernels.sampling.sample_tokens import sample_tokens
 from pallas_kernels.sampling.threshold import sampling_threshold
 from pallas_kernels.sampling.top_log_probs import top_log_probs
 from pallas_kernels.state.gather_rows import gather_rows
-from pallas_kernels.state.scatter_rows import scatter_rows
 
 __all__ = [
     "HeadTransform",
@@ -44,7 +43,6 @@ __all__ = [
     "rotate_queries",
     "sample_tokens",
     "sampling_threshold",
-    "scatter_rows",
     "split_matmul",
     "top_log_probs",
 ]

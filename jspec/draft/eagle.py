@@ -22,6 +22,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from jspec.core.records import Draft, PromptBatch, SlotView, TokenBatch, Verdict
+from jspec.core.replaced_rows import replaced_rows
 from jspec.core.tree import DEFAULT_TREE, Tree, tree_of
 from jspec.draft.base import (
     CHECK_HEAD,
@@ -57,7 +58,6 @@ from jspec.models.mixers.gqa import GQA
 from jspec.models.parts.kv_pool import KVPool, PoolShape
 from jspec.models.weights.tensor_parallel import place
 from pallas_kernels.layers.partial_sums import PartialSums
-from pallas_kernels.state.scatter_rows import scatter_rows
 
 Carry = tuple[HeadOut, list[KVPool]]  # what one level of a tree hands to the next
 
@@ -218,7 +218,7 @@ class EagleDrafter(PretrainedHead):
         new = {"features": accepted, "tokens": verdict.tokens, "count": verdict.counts}  # shorter in a cut tree
         return replace(
             state,
-            **scatter_rows(old, slots, new, implementation=view.implementation),
+            **replaced_rows(old, slots, new),
             page_end_features=_keep_page_ends(state, view.page_table, view.lengths[:, None] + steps, is_row, accepted),
         )
 

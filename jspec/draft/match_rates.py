@@ -17,8 +17,8 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from jspec.core.records import SlotView, Verdict
+from jspec.core.replaced_rows import replaced_rows
 from jspec.draft.base import active_slots
-from pallas_kernels.state.scatter_rows import scatter_rows
 
 LENGTHS = (1, 2, 3, 5, 9, 13, 17, 25)  # smallest match length in tokens of each kind of match
 # Rates of a new request by kind of match: of the tokens after the match, and of the tokens that a head drafts there.
@@ -93,7 +93,7 @@ class MatchRates:
     def _written(self, view: SlotView, new: dict[str, Array]) -> dict[str, Array]:
         """Return fields in which the rows of active slots are new."""
         old = {name: getattr(self, name) for name in new}
-        return scatter_rows(old, active_slots(view, len(self.tried)), new, implementation=view.implementation)
+        return replaced_rows(old, active_slots(view, len(self.tried)), new)
 
 
 def kind_of(length: Int[Array, "batch"]) -> Int[Array, "batch"]:

@@ -30,6 +30,7 @@ from jspec.core.records import (
     Verdict,
     pack_result,
 )
+from jspec.core.replaced_rows import replaced_rows
 from jspec.draft.base import static_draft
 from jspec.models import kv_cache
 from jspec.models.decoder import TargetOut, forward
@@ -39,7 +40,6 @@ from jspec.sampling.sampler import with_noise
 from jspec.step.budget import apply_budget
 from jspec.step.program import Params, Program, view_of
 from pallas_kernels.attention.ancestor_bits import ancestor_bits
-from pallas_kernels.state.scatter_rows import scatter_rows
 
 
 def spec_step(
@@ -251,7 +251,7 @@ def _advanced(state: SlotState, view: SlotView, verdict: Verdict) -> dict[str, A
         tokens = jax.lax.optimization_barrier(verdict.tokens)  # else XLA splits the kernel that computes the updates
         rows = penalties.text_after(state.controls, view.slots, tokens, verdict.counts)
         updates["controls"], fields["controls"] = rows, {name: getattr(state.controls, name) for name in rows}
-    return scatter_rows(fields, view.slots, updates, implementation=view.implementation)
+    return replaced_rows(fields, view.slots, updates)
 
 
 def report_stage(view: SlotView, draft: Draft, verdict: Verdict) -> Int[Array, "batch columns"]:

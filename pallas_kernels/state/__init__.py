@@ -1,1 +1,1 @@
-"""Kernels that gather and scatter rows of arrays with one row per slot."""
+"""Kernel that gathers rows of arrays with one row per slot."""

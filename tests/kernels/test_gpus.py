@@ -32,7 +32,6 @@ from pallas_kernels import (
     rotate_queries,
     sample_tokens,
     sampling_threshold,
-    scatter_rows,
     split_matmul,
     top_log_probs,
 )
@@ -260,13 +259,6 @@ def gather() -> Case:
     return lambda *given: gather_rows(list(given[:3]), *given[3:], implementation="pallas"), (*arrays, *where)
 
 
-def scatter() -> Case:
-    def rows(count: int) -> list[jax.ShapeDtypeStruct]:
-        return [shape(count, dtype=I32), shape(count, dtype=jnp.bool), shape(count, 5, 4096)]
-
-    return partial(scatter_rows, implementation="pallas"), (rows(64), shape(8, dtype=I32), rows(8))
-
-
 CASES: dict[str, Case] = {
     **{f"attention {rows} x 128": attention(rows, 128) for rows in (1, 5)},  # other head_dims: attention after append
     **{f"attention 61 x {dim}": attention(61, dim) for dim in (64, 80, 96, 128, 256)},
@@ -323,7 +315,6 @@ CASES: dict[str, Case] = {
     "experts of a row": routed(Choice(128, 8)),
     "experts of a row, of many in groups": routed(Choice(512, 8, "sigmoid", groups=8, chosen_groups=4)),
     "gather rows": gather(),
-    "scatter rows": scatter(),
     "top 10 of a vocabulary": (partial(top_log_probs, k=10, implementation="pallas"), (shape(10, 32000, dtype=F32),)),
     "top 60 of a tree's candidates": (partial(top, k=60, implementation="pallas"), (shape(8, 710, dtype=F32),)),
     "top 59 in order": (partial(top_in_order, k=59, implementation="pallas"), (shape(8, 710, dtype=F32),)),
@@ -374,7 +365,6 @@ DEFAULT = {
         "append",
         "norms of queries and keys",
         "gather rows",
-        "scatter rows",
         "top 59 in order",
         "attention 60 x 128, all options",
         "attention after append 128, all options",

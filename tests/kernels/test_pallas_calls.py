@@ -40,7 +40,6 @@ TRITON_CALLS = {
     "sampling/threshold.py": 2,
     "sampling/top_log_probs.py": 4,
     "state/gather_rows.py": 1,
-    "state/scatter_rows.py": 1,
 }
 
 
