@@ -151,7 +151,7 @@ def test_split_product_with_adapters_is_that_of_float64(
     """The weight's product and A x come from one kernel, unless the weight is quantised."""
     x, weight = problem(shape, modules, inner)
     weight, w = stored(weight, kind)
-    assert (sizes_of_both(shape[0] * shape[1], weight) is not None) == (kind is None)
+    assert (sizes_of_both(shape[0] * shape[1], shape[1], weight) is not None) == (kind is None)
     right = wanted(wide(x) @ w.T, x, weight)
     for implementation in ("pallas", "reference"):
         (got,) = split_matmul(x, weight, implementation=implementation)

@@ -266,9 +266,9 @@ def test_h200_round_with_adapters_has_few_launches_more_in_a_layer(tree: Tree | 
     Before there were kernels, a layer had 18 launches more.
     """
     plain, _ = compile_round(tree, batch=batch, layers=8)
-    adapted = check(*compile_round(tree, batch=batch, layers=8, adapters=8), launches=205, temp_mib=130)
+    adapted = check(*compile_round(tree, batch=batch, layers=8, adapters=8), launches=200, temp_mib=130)
     assert adapted.count("low_rank_sum") == 8 * 4
-    assert 8 * 4 <= len(adapted.launches) - len(plain.launches) <= 8 * more + 6
+    assert 8 * 4 <= len(adapted.launches) - len(plain.launches) <= 8 * more + 2
 
 
 @pytest.mark.long
