@@ -122,9 +122,8 @@ class Program:
         from jax 0.12 on.
         """
         options: dict[str, Any] = {"xla_allow_excess_precision": False} if self.deterministic else {}
-        if (
-            self.adapted or not self.drafter.tree.is_chain
-        ) and jax.default_backend() != "tpu":  # the TPU compiler has no such option
+        is_concurrent = self.adapted or not self.drafter.tree.is_chain
+        if is_concurrent and jax.default_backend() != "tpu":  # the TPU compiler has no such option
             options["xla_gpu_command_buffer_scheduling_mode"] = "CONCURRENT"
         if is_on_gpus(self.mesh) and jax.__version_info__ >= KERNELS_IN_GRAPHS:
             options |= COLLECTIVE_KERNELS

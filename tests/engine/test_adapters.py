@@ -81,6 +81,18 @@ def test_requests_with_several_adapters_and_none_have_the_recorded_tokens(target
         engine.core.scheduler.pages.check()
 
 
+def test_only_programs_with_adapters_run_the_kernels_of_a_chain_concurrently(target: Model, golden: Path) -> None:
+    with loaded(engines.make(target, **OPTIONS), golden) as engine:
+        complete(engine, golden)
+        programs = engine.core.runner.programs
+        keys = [key for key in programs.compiled if key.kind in ("round", "prefill")]
+        modes = {
+            (key.adapted, programs._program_of(key).compiler_options.get("xla_gpu_command_buffer_scheduling_mode"))
+            for key in keys
+        }
+    assert modes == {(True, "CONCURRENT"), (False, None)}
+
+
 def test_requests_of_other_adapters_share_no_pages(
     target: Model, golden: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
