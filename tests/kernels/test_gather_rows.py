@@ -12,7 +12,7 @@ import pytest
 from pallas_kernels import gather_rows
 from tests.support.h200 import compile_for_h200
 
-EXISTS = np.array([True, False, True, True, False])
+EXISTS = np.array([True, False, True, True, True])
 ROWS = np.array([3, 1, 5, 0, 3, 7], np.int32)  # one slot without a sequence, two beyond the last slot
 
 
