@@ -36,7 +36,7 @@ def describe_layers(config: DecoderConfig) -> list[str]:
     ]
     if isinstance(config, ModelConfig):
         if config.has_slot_states:
-            lines.append(f"states in bfloat16: {_states(config)}")
+            lines.append(f"states of a model in bfloat16: {_states(config)}")
         if channels := layers[0].embedded:
             lines.append(f"embeddings: {channels} channels of each token for each layer")
         lines.append(f"norms: {_forms([_norms(layer) for layer in layers], len(layers))}")

@@ -112,7 +112,7 @@ TRAITS = {
         "sigmoid over the chosen, choice corrected in 2 of 4 layers",
         "vocabulary: 128, tied output head",
         # Two layers with rows of 32 channels: for the nodes and two tokens before them, and two before a kept state.
-        f"states in bfloat16: a slot {2 * 5 * 64} bytes, with a chain of 4 {2 * 9 * 64 / 1024:.2f} KiB, "
+        f"states of a model in bfloat16: a slot {2 * 5 * 64} bytes, with a chain of 4 {2 * 9 * 64 / 1024:.2f} KiB, "
         f"with a tree of 64 nodes {2 * 68 * 64 / 1024:.2f} KiB; each of cached_states {2 * 2 * 64} bytes",
     ],
     "qwen3_5_moe_text": [
@@ -123,7 +123,7 @@ TRAITS = {
         "feed-forward: 4 experts of 16 channels, 2 a token, silu, softmax over the chosen, "
         "shared expert of 16 channels with a factor",
         # Two layers: two heads with 16 x 16 channels of float32, 104 bytes a record, 128 a row of inputs.
-        f"states in bfloat16: a slot {2 * (2048 + 32 * 104 + 7 * 128) / 1024:.2f} KiB, "
+        f"states of a model in bfloat16: a slot {2 * (2048 + 32 * 104 + 7 * 128) / 1024:.2f} KiB, "
         f"with a chain of 4 {2 * (2048 + 64 * 104 + 11 * 128) / 1024:.2f} KiB, "
         f"with a tree of 64 nodes {2 * (2048 + 96 * 104 + 70 * 128) / 1024:.2f} KiB; "
         f"each of cached_states {2 * (2048 + 3 * 128) / 1024:.2f} KiB",
