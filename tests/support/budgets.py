@@ -31,7 +31,7 @@ BUDGETS = {
     "tests/engine/test_family_pairs.py": 19,  # two families, one of which keeps states by slot
     "tests/engine/test_given_device.py": 9,
     "tests/engine/test_grammar_decoding.py": 13,
-    "tests/engine/test_hybrids.py": 42,
+    "tests/engine/test_hybrids.py": 52,
     "tests/engine/test_known_programs.py": 11,
     "tests/engine/test_lossless.py": 19,
     "tests/engine/test_output_processor.py": 9,
