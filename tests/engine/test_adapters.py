@@ -81,18 +81,6 @@ def test_requests_with_several_adapters_and_none_have_the_recorded_tokens(target
         engine.core.scheduler.pages.check()
 
 
-def test_only_programs_with_adapters_run_the_kernels_of_a_chain_concurrently(target: Model, golden: Path) -> None:
-    with loaded(engines.make(target, **OPTIONS), golden) as engine:
-        complete(engine, golden)
-        programs = engine.core.runner.programs
-        keys = [key for key in programs.compiled if key.kind in ("round", "prefill")]
-        modes = {
-            (key.adapted, programs._program_of(key).compiler_options.get("xla_gpu_command_buffer_scheduling_mode"))
-            for key in keys
-        }
-    assert modes == {(True, "CONCURRENT"), (False, None)}
-
-
 def test_requests_of_other_adapters_share_no_pages(
     target: Model, golden: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,6 +140,13 @@ def test_deterministic_logprobs_depend_on_a_rows_own_adapter_alone_and_are_those
             (scored,), (of_base,) = (engine.log_probs([text], adapter=name) for name in (kind, None))
             assert scored[-20:].tolist() == of_tokens
             assert (of_base[-20:].tolist() == of_tokens) == (kind is None), "control: without the adapter"
+        programs = engine.core.runner.programs
+        modes = {
+            (key.adapted, programs._program_of(key).compiler_options.get("xla_gpu_command_buffer_scheduling_mode"))
+            for key in programs.compiled
+            if key.kind in ("round", "prefill")
+        }
+        assert modes == {(True, "CONCURRENT"), (False, None)}, "launches of programs with adapters run side by side"
 
 
 @pytest.mark.parametrize("kind", ["int8", pytest.param("int4", marks=pytest.mark.long)])
