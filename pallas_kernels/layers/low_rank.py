@@ -65,7 +65,7 @@ def add_low_rank(
         return gated(product, gate) if gate else product
 
     def kernel(sums, x, weight, interpret):
-        inner = inner_parts(x.reshape(-1, x.shape[-1]), weight, x.shape[-2], interpret=interpret)
+        inner = inner_parts(x.reshape(-1, x.shape[-1]), weight, interpret=interpret)
         return sum_products(sums, inner, weight, dtype, gate=gate, interpret=interpret)
 
     return dispatch(implementation, [Kernel(TRITON, kernel, not has_kernel(x, weight))], reference, sums, x, weight)

@@ -60,10 +60,10 @@ def _with_adapters(
     def kernel(x, weight, after, interpret):
         assert sizes is not None
         awaited = None if after is None else jax.tree.leaves(after)[0]
-        both = both_products(x.reshape(flat), weight, awaited, x.shape[-2], sizes=sizes, interpret=interpret)
+        both = both_products(x.reshape(flat), weight, awaited, sizes=sizes, interpret=interpret)
         return sum_products(*both, weight, wide, gate=None, interpret=interpret)
 
-    sizes = sizes_of_both(flat[0], x.shape[-2], weight) if has_kernel(x, weight) else None
+    sizes = sizes_of_both(flat[0], weight) if has_kernel(x, weight) else None
     return dispatch(implementation, [Kernel(TRITON, kernel, sizes is None)], reference, x, weight, after)
 
 

@@ -257,18 +257,18 @@ def test_h200_round_of_a_tree_over_a_corrected_block_is_one_cuda_graph_that_upda
 
 @pytest.mark.parametrize(
     ("tree", "batch", "more"),
-    [(None, 1, 4), *(pytest.param(Tree.chain(4), *case, marks=pytest.mark.long) for case in ((1, 4), (8, 5), (32, 8)))],
+    [(None, 1, 4), *(pytest.param(Tree.chain(4), *case, marks=pytest.mark.long) for case in ((1, 4), (8, 8), (32, 8)))],
     ids=str,
 )
 def test_h200_round_with_adapters_has_few_launches_more_in_a_layer(tree: Tree | None, batch: int, more: int) -> None:
-    """Each of the four products has a kernel that adds adapters; at 32 rows others multiply by A, and one more gates.
+    """Each of the four products has a kernel that adds adapters; of more than 16 rows others multiply by A.
 
-    Before there were kernels, a layer had 18 launches more.
+    Before there were kernels, a layer had 18 launches more. A few launches of a round find the tables that rows chose.
     """
     plain, _ = compile_round(tree, batch=batch, layers=8)
-    adapted = check(*compile_round(tree, batch=batch, layers=8, adapters=8), launches=200, temp_mib=130)
+    adapted = check(*compile_round(tree, batch=batch, layers=8, adapters=8), launches=215, temp_mib=130)
     assert adapted.count("low_rank_sum") == 8 * 4
-    assert 8 * 4 <= len(adapted.launches) - len(plain.launches) <= 8 * more + 2
+    assert 8 * 4 <= len(adapted.launches) - len(plain.launches) <= 8 * more + 5
 
 
 @pytest.mark.long

@@ -2,14 +2,13 @@
 
     z[t] = A_t x[t]            y[t] = sum_s sums[s, t] + B_t z[t]            t: the table that a row chose
 
-A program has up to 16 rows of one sequence. It does its work once for each table that these rows chose, which is one
-for most programs, and masks the results of the other rows.
+A program has up to 32 rows. One of A multiplies all of them by one table, and stores the products of the rows that
+chose it. One of B adds the products with one table after another, of which those of other rows are zeros.
 """
 
 import functools
 import math
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,91 +21,109 @@ from pallas_kernels.layers.dense import split_kernel
 from pallas_kernels.layers.partial_sums import PartialSums, split_scales, sum_f32
 from pallas_kernels.layers.quantize_rows import Activation, activate
 
-T = TypeVar("T")
-BLOCK = 16  # rows of a program, the smallest side of a product on tensor cores
-COLUMNS = 16  # rows of A of a program
-STEP = 512  # most values of k per loop iteration of `inner_parts`
-MOST_PARTS = 16  # most parts of the sum over k of `inner_parts`
-TILES = 128, 64  # columns of a tile of the result: the first of these that divides every module
-WIDEST_GATED = 128  # with more columns of a table, gate and up in a tile of 128 exceed the registers
+LEAST = 16  # the smallest side of a product on tensor cores, and rows of A of a program
+MOST_BLOCK = 32  # most rows of a program
+STEP = 128  # values of k per loop iteration of `inner_parts` where a row has `MOST_PARTS`
+MOST_PARTS = 8  # most parts of the sum over k of `inner_parts`
+MOST_INNER = 256  # most partial sums of a row of z of a module, which a program of B has in registers
+TILES = 128, 64, 32  # columns of a tile of the result: the first of these that divides every module
+MOST_BYTES = 1 << 15  # bytes of a program's operands, which limit its tile
+MOST_SHARED = 1 << 16  # bytes of the tiles of B whose loads are in flight
+STAGES = 4  # most tables whose loads are in flight
 
 
-def row_blocks(rows: int, tokens: int) -> int:
-    """Returns the number of blocks of up to `BLOCK` rows, of one sequence each, for sequences of `tokens` rows."""
-    return rows // tokens * math.ceil(tokens / BLOCK)
+def block_of(rows: int) -> int:
+    """Returns the number of rows of a program; a block of few has few tables where sequences have several rows."""
+    return max(pl.next_power_of_2(rows), LEAST) if rows <= MOST_BLOCK else LEAST
 
 
-def _rows(block: Array, tokens: int) -> tuple[Int[Array, " rows"], Array]:
-    """Returns the rows of a block, and whether they exist."""
-    blocks = math.ceil(tokens / BLOCK)
-    token = block % blocks * BLOCK + jnp.arange(BLOCK)
-    return block // blocks * tokens + token, token < tokens
+def module_rank(weight: Adapted) -> int:
+    """Returns the number of columns that a table has of each module, as a power of two of at least `LEAST`."""
+    return max(pl.next_power_of_2(weight.width // max(len(weight.modules), 1)), LEAST)
 
 
-def _for_each_table(table: Int[Array, " rows"], add: Callable[[Array, T], T], total: T) -> T:
-    """Returns `total` after `total = add(table, total)` for each table that rows chose, inside of a kernel."""
+def blocks_of_tables(rows: int, weight: Adapted) -> tuple[int, int]:
+    """Returns the number of blocks of rows, and the most tables that the rows of a block can choose."""
+    return math.ceil(rows / block_of(rows)), min(rows, block_of(rows), weight.a.shape[0] // weight.width)
 
-    def next_table(carry):
-        left, total = carry
-        chosen = jnp.max(left)
-        return jnp.where(left == chosen, 0, left), add(chosen, total)
 
-    return jax.lax.while_loop(lambda carry: jnp.max(carry[0]) > 0, next_table, (table, total))[1]
+def chosen_tables(weight: Adapted) -> Int[Array, "blocks places"]:
+    """Returns the tables that the rows of each block chose, each table once, in order; 0: no more tables."""
+    rows = weight.table.size
+    blocks, places = blocks_of_tables(rows, weight)
+    padding = blocks * min(block_of(rows), rows) - rows
+    table = jnp.pad(weight.table.reshape(rows), (0, padding)).reshape(blocks, -1)
+    row = jnp.arange(table.shape[1])
+    earlier = (table[:, :, None] == table[:, None]) & (row < row[:, None])
+    is_first = (table > 0) & ~earlier.any(2)
+    place = (is_first[:, None] & (table[:, None] < table[:, :, None])).sum(2)
+    is_at = is_first[:, None] & (place[:, None] == jnp.arange(places)[:, None])
+    return jnp.where(is_at, table[:, None], 0).max(2).astype(jnp.int32)
 
 
 def _multiply_inner(
-    x_ref: Any, a_ref: Any, table_ref: Any, inner_ref: Any, *, block: Array, part: Array, tile: Array, **sizes: int
+    x_ref: Any,
+    a_ref: Any,
+    table_ref: Any,
+    chosen_ref: Any,
+    inner_ref: Any,
+    *,
+    index: Array,
+    part: Array,
+    tile: Array,
+    **sizes: int,
 ) -> None:
-    """Multiplies the rows of a block by some rows of A of each table that they chose, over a part of k, in a program.
+    """Multiplies the rows of a block by some rows of A of one table, over a part of k, in a program.
 
     Args:
         x_ref: [T, K].
         a_ref: [columns, K].
         table_ref: [T].
-        inner_ref: output, partial sums [parts, T, width] float32; zeros for a row without an adapter.
-        block, part, tile: indices of the rows, of the part of k, and of the rows of A.
-        sizes: `tokens` of a sequence, `inner` values of k per loop iteration, and `steps` iterations per part.
+        chosen_ref: [blocks, places].
+        inner_ref: output, partial sums [parts, T, width] float32; rows without an adapter are not written.
+        index, part, tile: indices of the block and of its table, of the part of k, and of the rows of A.
+        sizes: `inner` values of k per loop iteration, and `steps` iterations per part.
     """
-    width, tokens, step, steps = inner_ref.shape[2], sizes["tokens"], sizes["inner"], sizes["steps"]
-    row, is_row = _rows(block, tokens)
-    column = tile * COLUMNS + jnp.arange(COLUMNS)
-    inside = column < width
-    table = pltriton.load(table_ref.at[row], mask=is_row, other=0)
+    (rows, _), width, step, steps = x_ref.shape, inner_ref.shape[2], sizes["inner"], sizes["steps"]
+    block, places = block_of(rows), chosen_ref.shape[1]
+    chosen = pltriton.load(chosen_ref.at[index // places, index % places])
+    row, column = index // places * block + jnp.arange(block), tile * LEAST + jnp.arange(LEAST)
+    is_row, inside = row < rows, column < width
 
-    def multiply(chosen, total):
-        def add(index, product):
-            k = (part * steps + index) * step + jnp.arange(step)[None, :]
+    @pl.when(chosen > 0)
+    def multiply():
+        def add(at, product):
+            k = (part * steps + at) * step + jnp.arange(step)[None, :]
             x = pltriton.load(x_ref.at[row[:, None], k], mask=is_row[:, None], other=0)
             a = pltriton.load(a_ref.at[(chosen - 1) * width + column[:, None], k], mask=inside[:, None], other=0)
             return product + pltriton.dot(x, a, trans_b=True)
 
-        product = jax.lax.fori_loop(0, steps, add, jnp.zeros((BLOCK, COLUMNS), jnp.float32))
-        return jnp.where((table == chosen)[:, None], product, total)
-
-    total = _for_each_table(table, multiply, jnp.zeros((BLOCK, COLUMNS), jnp.float32))
-    mask = is_row[:, None] & inside[None, :]
-    pltriton.store(inner_ref.at[part, row[:, None], column[None, :]], total, mask=mask)
+        product = jax.lax.fori_loop(0, steps, add, jnp.zeros((block, LEAST), jnp.float32))
+        is_chosen = pltriton.load(table_ref.at[row], mask=is_row, other=0) == chosen
+        mask = is_chosen[:, None] & inside[None, :]
+        pltriton.store(inner_ref.at[part, row[:, None], column[None, :]], product, mask=mask)
 
 
-def _inner_kernel(x_ref, a_ref, table_ref, inner_ref, **sizes):
+def _inner_kernel(x_ref, a_ref, table_ref, chosen_ref, inner_ref, **sizes):
     """Runs `_multiply_inner` in one Pallas program."""
-    block, part, tile = (pl.program_id(axis) for axis in range(3))
-    _multiply_inner(x_ref, a_ref, table_ref, inner_ref, block=block, part=part, tile=tile, **sizes)
+    index, part, tile = (pl.program_id(axis) for axis in range(3))
+    _multiply_inner(x_ref, a_ref, table_ref, chosen_ref, inner_ref, index=index, part=part, tile=tile, **sizes)
 
 
-def inner_parts(x: Array, weight: Adapted, tokens: int, *, interpret: bool) -> Float[Array, "parts rows width"]:
-    """Returns z as partial sums, for x [rows, inner] in sequences of `tokens` rows."""
-    rows, inner = x.shape
-    step = math.gcd(inner, STEP)
-    parts = max(parts for parts in range(1, MOST_PARTS + 1) if inner // step % parts == 0)
+def inner_parts(x: Array, weight: Adapted, *, interpret: bool) -> Float[Array, "parts rows width"]:
+    """Returns z as partial sums, for x [rows, inner]; those of rows without an adapter are arbitrary."""
+    (rows, inner), chosen = x.shape, chosen_tables(weight)
+    most = min(MOST_PARTS, MOST_INNER // module_rank(weight))
+    step = math.gcd(inner, STEP * min(MOST_PARTS // most, 4))
+    parts = max(parts for parts in range(1, most + 1) if inner // step % parts == 0)
     return pl.pallas_call(
-        functools.partial(_inner_kernel, tokens=tokens, inner=step, steps=inner // step // parts),
-        grid=(row_blocks(rows, tokens), parts, math.ceil(weight.width / COLUMNS)),
+        functools.partial(_inner_kernel, inner=step, steps=inner // step // parts),
+        grid=(chosen.size, parts, math.ceil(weight.width / LEAST)),
         out_shape=jax.ShapeDtypeStruct((parts, rows, weight.width), jnp.float32),
-        compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=2),
+        compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=3 if step <= STEP else 2),
         interpret=interpret,
         name="low_rank_inner",
-    )(x, weight.a, weight.table.reshape(rows))
+    )(x, weight.a, weight.table.reshape(rows), chosen)
 
 
 def _both_kernel(
@@ -115,11 +132,10 @@ def _both_kernel(
     weight_ref,  # [N, K]
     a_ref,  # [columns, K]
     table_ref,  # [T]
+    chosen_ref,  # [blocks, places]
     *refs,  # `after`, which is not read, if it was passed; outputs: sums_ref [parts, T, N] and inner_ref as above
     # static parameters
-    blocks,  # blocks of rows
     programs,  # programs of A in each part of k
-    tokens,  # rows of a sequence
     **sizes,  # those of `split_kernel.multiply_tile`
 ):
     """Computes a tile of the weight's product in one Pallas program, or in the first programs a tile of z."""
@@ -128,37 +144,38 @@ def _both_kernel(
 
     @pl.when(index < programs)
     def multiply_inner():
-        of_rows = {"tokens": tokens, "inner": sizes["inner"], "steps": sizes["steps"]}
-        at = {"block": index % blocks, "part": part, "tile": index // blocks}
-        _multiply_inner(x_ref, a_ref, table_ref, inner_ref, **at, **of_rows)
+        steps, count = {"inner": sizes["inner"], "steps": sizes["steps"]}, math.prod(chosen_ref.shape)
+        at = {"index": index % count, "part": part, "tile": index // count}
+        _multiply_inner(x_ref, a_ref, table_ref, chosen_ref, inner_ref, **at, **steps)
 
     @pl.when(index >= programs)
     def multiply_weight():
         split_kernel.multiply_tile(x_ref, weight_ref, (), sums_ref, block=index - programs, part=part, **sizes)
 
 
-def sizes_of_both(rows: int, tokens: int, weight: Adapted) -> split_kernel.SplitSizes | None:
+def sizes_of_both(rows: int, weight: Adapted) -> split_kernel.SplitSizes | None:
     """Returns the sizes of the programs of `both_products`; None: the weight's product has a launch of its own.
 
-    All programs must run at once, because those of A take as long as the others.
+    All programs must run at once, because those of A take as long as the others. With more rows, launches that run side
+    by side are as fast or faster.
     """
-    if not isinstance(weight.weight, jax.Array):
+    if not isinstance(weight.weight, jax.Array) or rows > LEAST:
         return None
     (out, inner), dtype = weight.weight.shape, weight.weight.dtype
-    extra = row_blocks(rows, tokens) * math.ceil(weight.width / COLUMNS)
+    extra = math.prod(blocks_of_tables(rows, weight)) * math.ceil(weight.width / LEAST)
     sizes = split_kernel.kernel_sizes(rows, out, inner, dtype, dtype.itemsize, extra=extra)
-    return sizes if sizes and split_kernel.run_at_once(out // sizes.tile + extra, sizes) else None
+    is_narrow = sizes and sizes.parts * module_rank(weight) <= MOST_INNER
+    return sizes if is_narrow and split_kernel.run_at_once(out // sizes.tile + extra, sizes) else None
 
 
 def both_products(
-    x: Array, weight: Adapted, after: Array | None, tokens: int, *, sizes: split_kernel.SplitSizes, interpret: bool
+    x: Array, weight: Adapted, after: Array | None, *, sizes: split_kernel.SplitSizes, interpret: bool
 ) -> tuple[Float[Array, "parts rows out"], Float[Array, "parts rows width"]]:
     """Returns partial sums of the weight's product and of z by one launch; the arguments are as above."""
-    (rows, inner), out, parts = x.shape, weight.shape[0], sizes.parts
-    blocks = row_blocks(rows, tokens)
-    programs = blocks * math.ceil(weight.width / COLUMNS)
+    (rows, inner), out, parts, chosen = x.shape, weight.shape[0], sizes.parts, chosen_tables(weight)
+    programs = chosen.size * math.ceil(weight.width / LEAST)
     static = {"rows": rows, "steps": inner // sizes.columns // parts, "tile": sizes.tile, "inner": sizes.columns}
-    kernel = functools.partial(_both_kernel, blocks=blocks, programs=programs, tokens=tokens, first=0, **static)
+    kernel = functools.partial(_both_kernel, programs=programs, first=0, **static)
     sums, inner_sums = pl.pallas_call(
         kernel,
         grid=(programs + out // sizes.tile, parts),
@@ -166,7 +183,7 @@ def both_products(
         compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=sizes.stages),
         interpret=interpret,
         name="split_matmul_low_rank",
-    )(x, weight.weight, weight.a, weight.table.reshape(rows), *([] if after is None else [after]))
+    )(x, weight.weight, weight.a, weight.table.reshape(rows), chosen, *([] if after is None else [after]))
     return sums, inner_sums
 
 
@@ -176,22 +193,24 @@ def _sum_kernel(
     inner_ref,  # partial sums [parts, T, width]
     b_ref,  # [N, columns]; with a gate [2 N, columns]
     table_ref,  # [T]
+    chosen_ref,  # [blocks, places]
     scale_refs,  # float32 scales of the sums, of rows [T] and of columns; empty: no scales
     # outputs
     out_ref,  # [T, N]
     # static parameters
     *,
-    tokens,  # rows of a sequence
     tile,  # columns of a tile of the result
     ends,  # end of each module's rows of the weight; (): every row has all columns of a table
     gate,  # activation function of the gate; None: the product has no gate
 ):
     """Computes a tile of columns for the rows of a block, of which the weight's rows are of one module."""
-    width, tile_at = inner_ref.shape[2], pl.program_id(1) * tile
-    rank = width // max(len(ends), 1)
-    row, is_row = _rows(pl.program_id(0), tokens)
-    column = jnp.arange(max(pl.next_power_of_2(rank), BLOCK))[None, :]
+    (rows, _), width, places = out_ref.shape, inner_ref.shape[2], chosen_ref.shape[1]
+    block, tile_at, rank = pl.program_id(0), pl.program_id(1) * tile, width // max(len(ends), 1)
+    row = block * block_of(rows) + jnp.arange(block_of(rows))
+    is_row, column = row < rows, jnp.arange(max(pl.next_power_of_2(rank), LEAST))[None, :]
     table = pltriton.load(table_ref.at[row], mask=is_row, other=0)
+    place = jnp.arange(pl.next_power_of_2(places))
+    tables = jnp.sum(pltriton.load(chosen_ref.at[block, place], mask=place < places, other=0) > 0)
 
     def load_parts(ref, columns, mask):
         return [pltriton.load(ref.at[part, row[:, None], columns], mask=mask, other=0) for part in range(ref.shape[0])]
@@ -201,7 +220,7 @@ def _sum_kernel(
         out = start + tile_at + jnp.arange(tile)
         at = sum((start + tile_at >= end).astype(jnp.int32) for end in ends[:-1]) * rank + column
         sums = load_parts(sums_ref, out[None, :], is_row[:, None])
-        inner, total = sum_f32(load_parts(inner_ref, at, is_row[:, None] & (column < rank))), sum_f32(sums)
+        inner, total = sum_f32(load_parts(inner_ref, at, (table > 0)[:, None] & (column < rank))), sum_f32(sums)
         if scale_refs:
             total = total * pltriton.load(scale_refs[0].at[row], mask=is_row, other=0)[:, None]
             total = total * pltriton.load(scale_refs[1].at[out])[None, :]
@@ -209,14 +228,18 @@ def _sum_kernel(
 
     pieces = [add_parts(start) for start in range(0, sums_ref.shape[2], out_ref.shape[1])]  # one, or gate and up
 
-    def multiply(chosen, totals):
-        first, mask, of_table = (chosen - 1) * width, column < rank, (table == chosen)[:, None]
-        blocks = [pltriton.load(b_ref.at[out[:, None], first + at], mask=mask, other=0) for out, at, *_ in pieces]
-        inners = [jnp.where(of_table, inner, 0).astype(b_ref.dtype) for *_, inner, _ in pieces]
-        products = [pltriton.dot(inner, b, trans_b=True) for inner, b in zip(inners, blocks, strict=True)]
-        return [total + product for total, product in zip(totals, products, strict=True)]
+    def add_table(index, totals):
+        chosen = pltriton.load(chosen_ref.at[block, index])
+        is_chosen, mask, first = (table == chosen)[:, None], column < rank, (chosen - 1) * width
 
-    totals = _for_each_table(table, multiply, [total for *_, total in pieces])
+        def add(total, out, at, inner):
+            b = pltriton.load(b_ref.at[out[:, None], first + at], mask=mask, other=0)
+            return total + pltriton.dot(jnp.where(is_chosen, inner, 0).astype(b.dtype), b, trans_b=True)
+
+        return [add(total, *piece) for total, piece in zip(totals, pieces, strict=True)]
+
+    *pieces, totals = *[piece[:3] for piece in pieces], [total for *_, total in pieces]
+    totals = jax.lax.fori_loop(0, tables, add_table, totals)
     total = activate(totals[0], gate) * totals[1] if gate else totals[0]
     at = out_ref.at[row[:, None], tile_at + jnp.arange(tile)[None, :]]
     pltriton.store(at, total.astype(out_ref.dtype), mask=is_row[:, None])
@@ -242,20 +265,23 @@ def sum_products(
         interpret: whether the kernel is interpreted.
     """
     shape, out, (values, scales) = weight.table.shape, weight.shape[0] // (2 if gate else 1), split_scales(sums)
-    rows, tokens, modules = math.prod(shape), shape[-1], weight.modules or (out,)
-    tiles = TILES[1:] if gate and weight.width // len(modules) > WIDEST_GATED else TILES
+    rows, modules, chosen = math.prod(shape), weight.modules or (out,), chosen_tables(weight)
+    width, pieces = module_rank(weight) * weight.b.dtype.itemsize, 2 if gate else 1
+    column = (width + block_of(rows) * values.shape[0] * 4) * pieces
+    tiles = [size for size in TILES if size * column <= MOST_BYTES] or TILES[-1:]
     tile = next((size for size in tiles if all(end % size == 0 for end in (out, *modules))), None)
     ends = tuple(sum(modules[: index + 1]) for index in range(len(modules))) if tile and weight.modules else ()
     tile = tile or TILES[-1]
+    stages = max(1, min(STAGES, MOST_SHARED // (pieces * tile * width)))
     result = pl.pallas_call(
-        functools.partial(_sum_kernel, tokens=tokens, tile=tile, ends=ends, gate=gate),
-        grid=(row_blocks(rows, tokens), out // tile),
+        functools.partial(_sum_kernel, tile=tile, ends=ends, gate=gate),
+        grid=(chosen.shape[0], out // tile),
         out_shape=jax.ShapeDtypeStruct((rows, out), dtype),
-        compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=1),
+        compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=stages),
         interpret=interpret,
         name="low_rank_sum",
     )(
-        *(values.reshape(-1, rows, weight.shape[0]), inner, weight.b, weight.table.reshape(rows)),
+        *(values.reshape(-1, rows, weight.shape[0]), inner, weight.b, weight.table.reshape(rows), chosen),
         [s.ravel() for s in scales],
     )
     return result.reshape(*shape, out)
