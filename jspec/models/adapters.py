@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import jax
@@ -53,8 +53,10 @@ class AdaptableWeight:
         return rank * len(self.modules)
 
     def of(self, tables: int, rank: int) -> tuple[ParamSpec, ParamSpec]:
-        """Return the declarations of A and B of some tables."""
-        return self.shapes(-(-tables * self.width(rank) // MULTIPLE) * MULTIPLE)
+        """Return the declarations of A and B of some tables; each module has as many columns."""
+        modules = len(self.modules)
+        multiple = MULTIPLE // math.gcd(MULTIPLE, modules)
+        return self.shapes(-(-tables * rank // multiple) * multiple * modules)
 
     def shapes(self, columns: int) -> tuple[ParamSpec, ParamSpec]:
         """Return the declarations of A and B with a number of columns; they are divided as the weight is."""
@@ -114,7 +116,7 @@ def empty_tables(model: Model, tables: int, rank: int) -> AdapterTables:
 
     def zeros(weight: AdaptableWeight) -> LowRank:
         a, b = weight.of(tables, rank)
-        return LowRank(_zeros(a, model), _zeros(b, model), weight.width(rank), weight.device_modules(devices))
+        return LowRank(_zeros(a, model), _zeros(b, model), weight.width(rank), rank, weight.device_modules(devices))
 
     return AdapterTables(
         [{n: zeros(weight) for n, weight in layer.items()} for layer in adaptable_weights(model.config)]
@@ -185,7 +187,7 @@ def _table(weight: AdaptableWeight, factors: Mapping[str, ModuleAdapter], rank: 
             a[column : column + len(part.a)] = part.a
             b[row : row + rows, column : column + len(part.a)] = part.b
         row += rows
-    return LowRank(a.astype(dtype), (b if weight.index is None else b[weight.index]).astype(dtype), width)
+    return LowRank(a.astype(dtype), (b if weight.index is None else b[weight.index]).astype(dtype), width, rank)
 
 
 def no_adapter(model: Model, rank: int) -> list[dict[str, LowRank]]:
@@ -205,4 +207,4 @@ def _put(table: LowRank, weight: AdaptableWeight, model: Model) -> LowRank:
     if model.mesh is None:
         return jax.device_put(table, jax.tree.leaves(model)[0].sharding)
     a, b = weight.shapes(table.width)
-    return LowRank(put(table.a, a, model.mesh), put(table.b, b, model.mesh), table.width)
+    return replace(table, a=put(table.a, a, model.mesh), b=put(table.b, b, model.mesh))

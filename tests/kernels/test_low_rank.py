@@ -33,20 +33,28 @@ def problem(
 ) -> tuple[jax.Array, Adapted]:
     """Return activations [*shape, inner] and a weight whose rows choose tables at random, some of them none."""
     rng, out, width = np.random.default_rng(0), sum(modules), rank * len(modules)
-    columns = -(-tables * width // 64) * 64
-    starts, b = np.cumsum([0, *modules]), np.zeros((out, columns))
+    stride = -(-tables * rank // 64) * 64
+    columns, starts = stride * len(modules), np.cumsum([0, *modules])
+    b = np.zeros((out, columns))
     for table in range(tables):
         for index, rows in enumerate(modules):
-            column = table * width + index * rank
+            column = index * stride + table * rank
             b[starts[index] : starts[index + 1], column : column + rank] = rng.normal(size=(rows, rank))
     x, a, w = (rng.normal(size=size) for size in ((*shape, inner), (columns, inner), (out, inner)))
     arrays = [on_device(values, BF16) for values in (w / np.sqrt(inner), a / np.sqrt(inner), b)]
     table = on_device(rng.permutation(np.arange(1, 1 + np.prod(shape)) % (tables + 1)).reshape(shape), jnp.int32)
-    return on_device(x, BF16), Adapted(*arrays, table, width, modules)
+    return on_device(x, BF16), Adapted(*arrays, table, width, rank, modules)
 
 
 def wide(array: Any) -> np.ndarray:
     return np.asarray(array, np.float64)
+
+
+def columns_of(weight: Adapted, table: int) -> np.ndarray:
+    """Return the columns of a table, counted from 1, of all modules."""
+    rank, modules = weight.rank, weight.width // weight.rank
+    starts = np.arange(modules) * (weight.a.shape[0] // modules) + (table - 1) * rank
+    return (starts[:, None] + np.arange(rank)).ravel()
 
 
 def wanted(sums: Any, x: Any, weight: Adapted) -> np.ndarray:
@@ -54,7 +62,7 @@ def wanted(sums: Any, x: Any, weight: Adapted) -> np.ndarray:
     result, tables = wide(sums).copy(), np.asarray(weight.table)
     for row in np.ndindex(tables.shape):
         if table := tables[row]:
-            columns = slice((table - 1) * weight.width, table * weight.width)
+            columns = columns_of(weight, table)
             inner = wide(weight.a)[columns] @ wide(x)[row]
             result[row] += wide(weight.b)[:, columns] @ wide(inner.astype(BF16))
     return result
@@ -117,9 +125,9 @@ def test_kernels_read_the_chosen_tables_alone_and_of_b_the_columns_of_a_module()
     """NaN in what is not read does not reach the result; XLA reads all of it."""
     x, weight = problem((2, 5), FUSED)
     weight = replace(weight, table=jnp.where(weight.table == 2, 0, weight.table))
-    second = slice(weight.width, 2 * weight.width)
+    second = columns_of(weight, 2)
     a, b = np.array(weight.a), np.array(weight.b)
-    a[second] = b[:, second] = b[:128, RANK : weight.width] = np.nan
+    a[second] = b[:, second] = b[:128, columns_of(weight, 1)[RANK:]] = np.nan
     bad = replace(weight, a=on_device(a), b=on_device(b))
     sums = sums_of((2, 5), 256)
     outs = {
@@ -227,7 +235,7 @@ def adapted(shape: tuple[int, ...], out: int, inner: int, modules: int, tables: 
     width = rank * modules
     sizes, dtypes = ((out, inner), (tables * width, inner), (out, tables * width), shape), (BF16, BF16, BF16, jnp.int32)
     arrays = [jax.ShapeDtypeStruct(*pair) for pair in zip(sizes, dtypes, strict=True)]
-    return jax.ShapeDtypeStruct((*shape, inner), BF16), Adapted(*arrays, width, (out // modules,) * modules)
+    return jax.ShapeDtypeStruct((*shape, inner), BF16), Adapted(*arrays, width, rank, (out // modules,) * modules)
 
 
 @pytest.mark.parametrize(

@@ -123,11 +123,12 @@ def _choosing(layer: Any, name: str, table: int) -> Any:
 
 def _swapped(tables: AdapterTables) -> AdapterTables:
     """Exchange the rows of A of queries and keys in the second table."""
-    first = 3 * RANK  # of the table; each part has RANK rows
-    rows = jnp.array([*range(first + RANK, first + 2 * RANK), *range(first, first + RANK)])
 
     def swapped(pair: Any) -> Any:
-        return replace(pair, a=pair.a.at[first : first + 2 * RANK].set(pair.a[rows]))
+        queries, keys, values = jnp.split(pair.a, 3)
+        second = slice(RANK, 2 * RANK)
+        parts = queries.at[second].set(keys[second]), keys.at[second].set(queries[second]), values
+        return replace(pair, a=jnp.concatenate(parts))
 
     return AdapterTables([{**layer, "qkv": swapped(layer["qkv"])} for layer in tables.layers])
 

@@ -20,11 +20,15 @@ Layer = TypeVar("Layer", bound=LayerWeights)
 
 @struct.dataclass
 class LowRank:
-    """The adapters of one weight [out, inner] in all tables, or that of one table, which has ``width`` columns."""
+    """The adapters of one weight [out, inner] in all tables, or that of one table, which has ``width`` columns.
+
+    Columns of the same module are adjacent, those of one table after those of another.
+    """
 
     a: Any  # array of the devices or of the host [columns, inner]
     b: Any  # [out, columns]
     width: int = struct.field(pytree_node=False)
+    rank: int = struct.field(pytree_node=False)  # columns of a table of each module
     # Rows of each module in the weight, or in each device's part of it; (): unknown.
     modules: tuple[int, ...] = struct.field(pytree_node=False, default=())
 
@@ -32,7 +36,7 @@ class LowRank:
         """Return the weight with these adapters, for rows of which each chose a table or none."""
         if isinstance(weight, Shard):
             return replace(weight, weight=self.adapted(weight.weight, table))
-        return Adapted(weight, self.a, self.b, table, self.width, self.modules)
+        return Adapted(weight, self.a, self.b, table, self.width, self.rank, self.modules)
 
 
 @struct.dataclass
@@ -62,15 +66,19 @@ class AdapterTables:
             adapter: arrays of the adapter, for each layer by the name of the weight.
         """
         layers = [
-            {name: _put(pair, adapter[i][name], index * pair.width) for name, pair in pairs.items()}
+            {name: _put(pair, adapter[i][name], index) for name, pair in pairs.items()}
             for i, pairs in enumerate(self.layers)
         ]
         return AdapterTables(layers)
 
 
 @partial(jax.jit, donate_argnums=0)
-def _put(tables: LowRank, adapter: LowRank, first: Int[Array, ""]) -> LowRank:
-    """Write the columns of one table, which begin at ``first``."""
-    a = jax.lax.dynamic_update_slice_in_dim(tables.a, adapter.a, first, axis=0)
-    b = jax.lax.dynamic_update_slice_in_dim(tables.b, adapter.b, first, axis=1)
+def _put(tables: LowRank, adapter: LowRank, index: Int[Array, ""]) -> LowRank:
+    """Write the columns of one table."""
+    a, b, rank = tables.a, tables.b, tables.rank
+    modules = tables.width // rank
+    for module in range(modules):
+        first, columns = module * (len(a) // modules) + index * rank, slice(module * rank, (module + 1) * rank)
+        a = jax.lax.dynamic_update_slice_in_dim(a, adapter.a[columns], first, axis=0)
+        b = jax.lax.dynamic_update_slice_in_dim(b, adapter.b[:, columns], first, axis=1)
     return replace(tables, a=a, b=b)

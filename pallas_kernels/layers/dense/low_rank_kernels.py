@@ -44,7 +44,7 @@ def module_rank(weight: Adapted) -> int:
 
 def blocks_of_tables(rows: int, weight: Adapted) -> tuple[int, int]:
     """Returns the number of blocks of rows, and the most tables that the rows of a block can choose."""
-    return math.ceil(rows / block_of(rows)), min(rows, block_of(rows), weight.a.shape[0] // weight.width)
+    return math.ceil(rows / block_of(rows)), min(rows, block_of(rows), weight.stride // weight.rank)
 
 
 def chosen_tables(weight: Adapted) -> Int[Array, "blocks places"]:
@@ -82,20 +82,25 @@ def _multiply_inner(
         chosen_ref: [blocks, places].
         inner_ref: output, partial sums [parts, T, width] float32; rows without an adapter are not written.
         index, part, tile: indices of the block and of its table, of the part of k, and of the rows of A.
-        sizes: `inner` values of k per loop iteration, and `steps` iterations per part.
+        sizes: `inner` values of k per loop iteration, `steps` iterations per part, and `rank` of each module.
     """
-    (rows, _), width, step, steps = x_ref.shape, inner_ref.shape[2], sizes["inner"], sizes["steps"]
+    (rows, _), width, step, steps, rank = (
+        x_ref.shape,
+        inner_ref.shape[2],
+        *(sizes[n] for n in ("inner", "steps", "rank")),
+    )
     block, places = block_of(rows), chosen_ref.shape[1]
     chosen = pltriton.load(chosen_ref.at[index // places, index % places])
     row, column = index // places * block + jnp.arange(block), tile * LEAST + jnp.arange(LEAST)
     is_row, inside = row < rows, column < width
+    row_of_a = column // rank * (a_ref.shape[0] * rank // width) + (chosen - 1) * rank + column % rank
 
     @pl.when(chosen > 0)
     def multiply():
         def add(at, product):
             k = (part * steps + at) * step + jnp.arange(step)[None, :]
             x = pltriton.load(x_ref.at[row[:, None], k], mask=is_row[:, None], other=0)
-            a = pltriton.load(a_ref.at[(chosen - 1) * width + column[:, None], k], mask=inside[:, None], other=0)
+            a = pltriton.load(a_ref.at[row_of_a[:, None], k], mask=inside[:, None], other=0)
             return product + pltriton.dot(x, a, trans_b=True)
 
         product = jax.lax.fori_loop(0, steps, add, jnp.zeros((block, LEAST), jnp.float32))
@@ -117,7 +122,7 @@ def inner_parts(x: Array, weight: Adapted, *, interpret: bool) -> Float[Array, "
     step = math.gcd(inner, STEP * min(MOST_PARTS // most, 4))
     parts = max(parts for parts in range(1, most + 1) if inner // step % parts == 0)
     return pl.pallas_call(
-        functools.partial(_inner_kernel, inner=step, steps=inner // step // parts),
+        functools.partial(_inner_kernel, inner=step, steps=inner // step // parts, rank=weight.rank),
         grid=(chosen.size, parts, math.ceil(weight.width / LEAST)),
         out_shape=jax.ShapeDtypeStruct((parts, rows, weight.width), jnp.float32),
         compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=3 if step <= STEP else 2),
@@ -136,6 +141,7 @@ def _both_kernel(
     *refs,  # `after`, which is not read, if it was passed; outputs: sums_ref [parts, T, N] and inner_ref as above
     # static parameters
     programs,  # programs of A in each part of k
+    rank,  # columns of a table of each module
     **sizes,  # those of `split_kernel.multiply_tile`
 ):
     """Computes a tile of the weight's product in one Pallas program, or in the first programs a tile of z."""
@@ -145,7 +151,7 @@ def _both_kernel(
     @pl.when(index < programs)
     def multiply_inner():
         steps, count = {"inner": sizes["inner"], "steps": sizes["steps"]}, math.prod(chosen_ref.shape)
-        at = {"index": index % count, "part": part, "tile": index // count}
+        at = {"index": index % count, "part": part, "tile": index // count, "rank": rank}
         _multiply_inner(x_ref, a_ref, table_ref, chosen_ref, inner_ref, **at, **steps)
 
     @pl.when(index >= programs)
@@ -164,8 +170,9 @@ def sizes_of_both(rows: int, weight: Adapted) -> split_kernel.SplitSizes | None:
     (out, inner), dtype = weight.weight.shape, weight.weight.dtype
     extra = math.prod(blocks_of_tables(rows, weight)) * math.ceil(weight.width / LEAST)
     sizes = split_kernel.kernel_sizes(rows, out, inner, dtype, dtype.itemsize, extra=extra)
-    is_narrow = sizes and sizes.parts * module_rank(weight) <= MOST_INNER
-    return sizes if is_narrow and split_kernel.run_at_once(out // sizes.tile + extra, sizes) else None
+    if sizes is None or sizes.parts * module_rank(weight) > MOST_INNER:
+        return None
+    return sizes if split_kernel.run_at_once(out // sizes.tile + extra, sizes) else None
 
 
 def both_products(
@@ -175,7 +182,7 @@ def both_products(
     (rows, inner), out, parts, chosen = x.shape, weight.shape[0], sizes.parts, chosen_tables(weight)
     programs = chosen.size * math.ceil(weight.width / LEAST)
     static = {"rows": rows, "steps": inner // sizes.columns // parts, "tile": sizes.tile, "inner": sizes.columns}
-    kernel = functools.partial(_both_kernel, programs=programs, first=0, **static)
+    kernel = functools.partial(_both_kernel, programs=programs, rank=weight.rank, first=0, **static)
     sums, inner_sums = pl.pallas_call(
         kernel,
         grid=(programs + out // sizes.tile, parts),
@@ -200,14 +207,16 @@ def _sum_kernel(
     # static parameters
     *,
     tile,  # columns of a tile of the result
+    rank,  # columns of a table of each module
     ends,  # end of each module's rows of the weight; (): every row has all columns of a table
     gate,  # activation function of the gate; None: the product has no gate
 ):
     """Computes a tile of columns for the rows of a block, of which the weight's rows are of one module."""
     (rows, _), width, places = out_ref.shape, inner_ref.shape[2], chosen_ref.shape[1]
-    block, tile_at, rank = pl.program_id(0), pl.program_id(1) * tile, width // max(len(ends), 1)
+    block, tile_at, stride = pl.program_id(0), pl.program_id(1) * tile, b_ref.shape[1] * rank // width
+    columns = rank if ends else width  # of a table, which the rows of the weight have
     row = block * block_of(rows) + jnp.arange(block_of(rows))
-    is_row, column = row < rows, jnp.arange(max(pl.next_power_of_2(rank), LEAST))[None, :]
+    is_row, column = row < rows, jnp.arange(max(pl.next_power_of_2(columns), LEAST))[None, :]
     table = pltriton.load(table_ref.at[row], mask=is_row, other=0)
     place = jnp.arange(pl.next_power_of_2(places))
     tables = jnp.sum(pltriton.load(chosen_ref.at[block, place], mask=place < places, other=0) > 0)
@@ -216,24 +225,26 @@ def _sum_kernel(
         return [pltriton.load(ref.at[part, row[:, None], columns], mask=mask, other=0) for part in range(ref.shape[0])]
 
     def add_parts(start):
-        """Returns the tile's rows of the weight, their columns of a table, z of these, and the weight's product."""
+        """Returns the tile's rows of the weight, their columns of the first table, z of these, and the product."""
         out = start + tile_at + jnp.arange(tile)
-        at = sum((start + tile_at >= end).astype(jnp.int32) for end in ends[:-1]) * rank + column
+        module = sum((start + tile_at >= end).astype(jnp.int32) for end in ends[:-1])
+        first = module * stride + column if columns == rank else column // rank * stride + column % rank
+        is_inner = (table > 0)[:, None] & (column < columns)
         sums = load_parts(sums_ref, out[None, :], is_row[:, None])
-        inner, total = sum_f32(load_parts(inner_ref, at, (table > 0)[:, None] & (column < rank))), sum_f32(sums)
+        inner, total = sum_f32(load_parts(inner_ref, module * rank + column, is_inner)), sum_f32(sums)
         if scale_refs:
             total = total * pltriton.load(scale_refs[0].at[row], mask=is_row, other=0)[:, None]
             total = total * pltriton.load(scale_refs[1].at[out])[None, :]
-        return out, at, inner, total
+        return out, first, inner, total
 
     pieces = [add_parts(start) for start in range(0, sums_ref.shape[2], out_ref.shape[1])]  # one, or gate and up
 
     def add_table(index, totals):
         chosen = pltriton.load(chosen_ref.at[block, index])
-        is_chosen, mask, first = (table == chosen)[:, None], column < rank, (chosen - 1) * width
+        is_chosen, mask = (table == chosen)[:, None], column < columns
 
-        def add(total, out, at, inner):
-            b = pltriton.load(b_ref.at[out[:, None], first + at], mask=mask, other=0)
+        def add(total, out, first, inner):
+            b = pltriton.load(b_ref.at[out[:, None], (chosen - 1) * rank + first], mask=mask, other=0)
             return total + pltriton.dot(jnp.where(is_chosen, inner, 0).astype(b.dtype), b, trans_b=True)
 
         return [add(total, *piece) for total, piece in zip(totals, pieces, strict=True)]
@@ -274,7 +285,7 @@ def sum_products(
     tile = tile or TILES[-1]
     stages = max(1, min(STAGES, MOST_SHARED // (pieces * tile * width)))
     result = pl.pallas_call(
-        functools.partial(_sum_kernel, tile=tile, ends=ends, gate=gate),
+        functools.partial(_sum_kernel, tile=tile, rank=weight.rank, ends=ends, gate=gate),
         grid=(chosen.shape[0], out // tile),
         out_shape=jax.ShapeDtypeStruct((rows, out), dtype),
         compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=stages),
