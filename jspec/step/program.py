@@ -116,13 +116,13 @@ class Program:
     def compiler_options(self) -> dict[str, Any]:
         """The XLA options of this program.
 
-        If the draft is a tree, or rows have adapters, independent kernels of the CUDA graph may run concurrently. Other
-        chains gain nothing from this, because a concurrent graph starts later. XLA may skip a rounding to save a
-        conversion, except in a deterministic program. On several GPUs, exchanges are kernels within the CUDA graph,
-        from jax 0.12 on.
+        If the draft is a tree, or rows have adapters (of requests or of `UNO`), independent kernels of the CUDA graph
+        may run concurrently. Other chains gain nothing from this, because a concurrent graph starts later. XLA may skip
+        a rounding to save a conversion, except in a deterministic program. On several GPUs, exchanges are kernels
+        within the CUDA graph, from jax 0.12 on.
         """
         options: dict[str, Any] = {"xla_allow_excess_precision": False} if self.deterministic else {}
-        is_concurrent = self.adapted or not self.drafter.tree.is_chain
+        is_concurrent = self.adapted or self.drafter.writes_target or not self.drafter.tree.is_chain
         if is_concurrent and jax.default_backend() != "tpu":  # the TPU compiler has no such option
             options["xla_gpu_command_buffer_scheduling_mode"] = "CONCURRENT"
         if is_on_gpus(self.mesh) and jax.__version_info__ >= KERNELS_IN_GRAPHS:

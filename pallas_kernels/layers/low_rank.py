@@ -1,8 +1,9 @@
 """Adds low-rank adapters to a product of up to a few hundred rows, in two kernels that read the chosen tables alone.
 
 XLA multiplies every row by all tables, and by the zeros of B where a weight is fused from several modules, in four to
-six launches. Here a first kernel computes A x as partial sums over parts of k; for few rows this is the kernel of the
-weight's product too. A second kernel adds up all partial sums and B (A x), and applies the gate of a feed-forward.
+six launches. Here a first kernel computes A x as partial sums over parts of k, beside the weight's product if launches
+may run concurrently; for up to 16 rows one launch computes both. A second kernel adds up all partial sums and B (A x),
+and applies the gate of a feed-forward.
 """
 
 import functools

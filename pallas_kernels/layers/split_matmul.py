@@ -50,7 +50,7 @@ def hopper_tiles(rows: int, weight: Weight) -> HopperTiles | None:
 def _with_adapters(
     x: Array, weight: Adapted, after: Any, dtype: jnp.dtype | None, implementation: Implementation
 ) -> Float[Array, "*rows out"]:
-    """Returns the product with a weight that has adapters; a launch computes A x beside the weight's product."""
+    """Returns the product with a weight that has adapters; for few rows one launch computes A x and the product."""
     wide, flat = jnp.dtype("float32"), (math.prod(x.shape[:-1]), x.shape[-1])
 
     def reference(x, weight, after):

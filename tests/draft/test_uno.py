@@ -79,6 +79,7 @@ def test_tokens_are_those_of_plain_decoding(target: Model, tree: Tree) -> None:
 
 def test_first_draft_token_is_the_targets_own_and_always_accepted(target: Model) -> None:
     with engines.make(target, UNO(tiny.uno_adapter(target), TREES[0]), **OPTIONS) as engine:
+        assert "CONCURRENT" in engine.core.runner.program.compiler_options.values(), "A x beside the weight's product"
         params = [replace(GREEDY, temperature=t, seed=5) for t in (0.0, 1.0, 0.7)]
         done = engine.generate(PROMPTS, params, trace=True)
         assert all(each.accept_len > 0 for one in done for each in one.rounds[:-1])
