@@ -21,7 +21,8 @@ from pallas_kernels.layers.adapted import Adapted
 from pallas_kernels.layers.dense import hopper_kernel, split_kernel
 from pallas_kernels.layers.dense.grouped_matmul import is_grouped, packed_tiles
 from pallas_kernels.layers.dense.hopper_tiling import HopperTiles, choose_tiles
-from pallas_kernels.layers.dense.low_rank_kernels import both_products, sizes_of_both, sum_products
+from pallas_kernels.layers.dense.low_rank_kernels import both_products, sizes_of_both
+from pallas_kernels.layers.dense.low_rank_sum import sum_products
 from pallas_kernels.layers.dense.split_kernel import FEW_ROWS, LEAST_OUT, MOST_ROWS, WIDEST_OUT, kernel_sizes, parts_of
 from pallas_kernels.layers.low_rank import add_low_rank, has_kernel
 from pallas_kernels.layers.partial_sums import PartialSums, Scaled, join

@@ -265,7 +265,7 @@ def test_products_with_adapters_have_few_launches_on_an_h200(
 @pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize(
     ("multiply", "rows", "out", "rank"),
-    [(split_matmul, 5, 4096, 16), (split_matmul, 100, 4096, 256), (gated_matmul, 5, 28672, 256)],
+    [(split_matmul, 5, 4096, 16), (split_matmul, 100, 4096, 256), (gated_matmul, 160, 28672, 256)],
 )
 def test_kernels_compiled_for_each_gpu_spill_nothing(gpu: str, multiply: Any, rows: int, out: int, rank: int) -> None:
     """A rank of 256 is the largest; 100 rows, and rows of gate and up, are multiplied by A in a launch of their own."""
@@ -282,6 +282,8 @@ def test_kernels_support_two_bytes_a_value_and_tables_that_a_program_can_hold() 
 
     assert has() and has(dtype=jnp.float16) and has(rows=MOST_ROWS) and has(rank=WIDEST)
     assert not any([has(dtype=F32), has(rows=MOST_ROWS + 1), has(rank=WIDEST + 1), has(out=96), has(inner=96)])
+    x, weight = adapted((1, 5), 384, 64, 3, rank=WIDEST)
+    assert has_kernel(x, weight) and not has_kernel(x, replace(weight, modules=())), "columns of each module, of all"
     x, weight = adapted((1, 5), 128, 64, 1)
     assert not has_kernel(jax.ShapeDtypeStruct(x.shape, jnp.float16), weight), "x of another dtype"
     assert not has_kernel(x, replace(weight, table=jax.ShapeDtypeStruct((1, 1), jnp.int32))), "one table for all rows"
