@@ -324,6 +324,7 @@ def test_refused_updates_change_nothing(engine: Engine, old: Engine) -> None:
         (layers, {"drafter": NGram()}, ValueError, "update_weights: drafter: expected one like the engine's Eagle3("),
     ]
     cases += [
+        (layers, {"copy": "no"}, TypeError, "update_weights: copy: expected a bool, got 'no'"),
         (layers, {"clear_cache": True}, TypeError, "Engine.update_weights: expected requests=, "),
         (layers, {"layout": "hf"}, TypeError, "Engine.update_weights: expected one of weights, requests"),
     ]

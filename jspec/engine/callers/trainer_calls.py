@@ -73,6 +73,8 @@ class TrainerCalls(abc.ABC):
         """
         began = time.perf_counter()
         check_mode("update_weights", requests)
+        if not isinstance(copy, bool):
+            raise TypeError(f"update_weights: copy: expected a bool, got {short(copy)}")
         with self._in_order("update_weights", requests) as engines:
             number = _checked_version(version, [engine.core.weight_version for engine in engines])
             prepared = [_prepare(engine, weights, drafter, copy) for engine in engines]  # before any is changed

@@ -67,7 +67,8 @@ class LowAcceptanceWarner:
             return
         advice, self._advice = self._advice, None
         if self._num_updates:
-            advice = f"its weights were given {self._num_updates} updates of the target ago; {advice}"
+            updates = f"{self._num_updates} update{'s' * (self._num_updates > 1)}"
+            advice = f"its weights were given {updates} of the target ago; {advice}"
         warnings.warn(
             f"mean acceptance length {mean:.2f} after {self._num_rounds} rounds: the drafts hardly help; {advice}",
             LowAcceptanceWarning,
