@@ -53,10 +53,8 @@ class AdaptableWeight:
         return rank * len(self.modules)
 
     def of(self, tables: int, rank: int) -> tuple[ParamSpec, ParamSpec]:
-        """Return the declarations of A and B of some tables; each module has as many columns."""
-        modules = len(self.modules)
-        multiple = MULTIPLE // math.gcd(MULTIPLE, modules)
-        return self.shapes(-(-tables * rank // multiple) * multiple * modules)
+        """Return the declarations of A and B of some tables."""
+        return self.shapes(-(-tables * self.width(rank) // MULTIPLE) * MULTIPLE)
 
     def shapes(self, columns: int) -> tuple[ParamSpec, ParamSpec]:
         """Return the declarations of A and B with a number of columns; they are divided as the weight is."""
@@ -116,7 +114,9 @@ def empty_tables(model: Model, tables: int, rank: int) -> AdapterTables:
 
     def zeros(weight: AdaptableWeight) -> LowRank:
         a, b = weight.of(tables, rank)
-        return LowRank(_zeros(a, model), _zeros(b, model), weight.width(rank), rank, weight.device_modules(devices))
+        return LowRank(
+            _zeros(a, model), _zeros(b, model), weight.width(rank), rank, tables, weight.device_modules(devices)
+        )
 
     return AdapterTables(
         [{n: zeros(weight) for n, weight in layer.items()} for layer in adaptable_weights(model.config)]
@@ -133,8 +133,13 @@ def table_bytes(model: Model, tables: int, rank: int, devices: int) -> int:
         for weight in layer.values()
         for spec in weight.of(tables, rank)
     ]
-    parts = (math.prod(spec.shape) // (devices if AXIS in spec_of(spec) else 1) for spec in specs)
-    return sum(parts) * model.dtype.itemsize
+
+    def values(spec: ParamSpec) -> int:
+        rows = device_rows(spec, devices)  # some devices have copies
+        shape = spec.shape if rows is None else (len(rows), *spec.shape[1:])
+        return math.prod(shape) // (devices if AXIS in spec_of(spec) else 1)
+
+    return sum(map(values, specs)) * model.dtype.itemsize
 
 
 def _zeros(spec: ParamSpec, model: Model) -> jax.Array:

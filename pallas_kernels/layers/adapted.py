@@ -4,9 +4,9 @@
 
 The adapters of all tables lie side by side: A is [columns, inner] and B is [out, columns]. The columns of a module of a
 fused weight are adjacent, `rank` of one table after those of another, and after them there are those of the next
-module. XLA computes A x of all tables and, after the columns of other tables are set to zero, B times this. All rows
-share these two products, whichever tables they chose, so nothing is gathered. The kernels of `low_rank`, for up to a
-few hundred rows, read the chosen tables alone.
+module. Columns at the end may be unused: they are zero. XLA computes A x of all tables and, after the columns of other
+tables are set to zero, B times this. All rows share these two products, whichever tables they chose, so nothing is
+gathered. The kernels of `low_rank`, for up to a few hundred rows, read the chosen tables alone.
 """
 
 from dataclasses import dataclass, field
@@ -30,6 +30,7 @@ class Adapted:
     table: Int[Array, "*rows"]  # table of each row, counted from 1; 0: the row has no adapter
     width: int = field(metadata=STATIC)  # number of columns of a table, of all modules
     rank: int = field(metadata=STATIC)  # number of columns of a table of each module
+    tables: int = field(metadata=STATIC)  # number of tables
     # Rows of each module of a fused weight; in these, B's columns of other modules are zero. (): they are not known.
     modules: tuple[int, ...] = field(default=(), metadata=STATIC)
 
@@ -44,7 +45,7 @@ class Adapted:
     @property
     def stride(self) -> int:
         """Number of columns from a module to the next one."""
-        return self.a.shape[0] // (self.width // self.rank)
+        return self.tables * self.rank
 
     def of_tables(self, products: Float[Array, "*rows columns"]) -> Float[Array, "*rows columns"]:
         """Returns products with A in the dtype of B, with zeros in the columns of tables that a row did not choose."""

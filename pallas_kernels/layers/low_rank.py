@@ -2,8 +2,8 @@
 
 XLA multiplies every row by all tables, and by the zeros of B where a weight is fused from several modules, in four to
 six launches. Here a first kernel computes A x as partial sums over parts of k, beside the weight's product if launches
-may run concurrently; for up to 16 rows one launch computes both. A second kernel adds up all partial sums and B (A x),
-and applies the gate of a feed-forward.
+may run concurrently. For up to 16 rows of most weights of two bytes a value, but not of gate and up, one launch
+computes both. A second kernel adds up all partial sums and B (A x), and applies the gate of a feed-forward.
 """
 
 import functools
@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import TRITON, Implementation, Kernel, dispatch
 from pallas_kernels.layers.adapted import Adapted
-from pallas_kernels.layers.dense.low_rank_kernels import TILES, columns_of, inner_parts
+from pallas_kernels.layers.dense.low_rank_kernels import LEAST_STEP, TILES, columns_of, inner_parts
 from pallas_kernels.layers.dense.low_rank_sum import sum_products
 from pallas_kernels.layers.dense.plain_product import plain_product
 from pallas_kernels.layers.partial_sums import PartialSums, add_adapters
@@ -23,7 +23,6 @@ from pallas_kernels.layers.quantize_rows import Activation, gated
 
 DTYPES = jnp.bfloat16, jnp.float16  # of x, A and B
 MOST_ROWS = 320  # with more rows, the products of XLA with all tables take less time
-LEAST_STEP = 64  # the number of values of k is a multiple of this
 WIDEST = 256  # most columns of a table that a program can have
 
 

@@ -51,7 +51,7 @@ def hopper_tiles(rows: int, weight: Weight) -> HopperTiles | None:
 def _with_adapters(
     x: Array, weight: Adapted, after: Any, dtype: jnp.dtype | None, implementation: Implementation
 ) -> Float[Array, "*rows out"]:
-    """Returns the product with a weight that has adapters; for few rows one launch computes A x and the product."""
+    """Returns the product with a weight that has adapters; for few rows one launch may compute A x too."""
     wide, flat = jnp.dtype("float32"), (math.prod(x.shape[:-1]), x.shape[-1])
 
     def reference(x, weight, after):
@@ -64,7 +64,7 @@ def _with_adapters(
         both = both_products(x.reshape(flat), weight, awaited, sizes=sizes, interpret=interpret)
         return sum_products(*both, weight, wide, gate=None, interpret=interpret)
 
-    sizes = sizes_of_both(flat[0], weight) if has_kernel(x, weight) else None
+    sizes = sizes_of_both(weight) if has_kernel(x, weight) else None
     return dispatch(implementation, [Kernel(TRITON, kernel, sizes is None)], reference, x, weight, after)
 
 

@@ -16,6 +16,7 @@ from jspec.draft.named import make_drafter
 from jspec.models import decoder
 from jspec.models.adapters import as_tables, empty_tables, on_devices
 from jspec.step import decode
+from jspec.step.program import Program
 from jspec.testing import check_lossless
 from tests.support import engines, tiny
 from tests.support.recordings import run_texts
@@ -79,10 +80,15 @@ def test_tokens_are_those_of_plain_decoding(target: Model, tree: Tree) -> None:
 
 def test_first_draft_token_is_the_targets_own_and_always_accepted(target: Model) -> None:
     with engines.make(target, UNO(tiny.uno_adapter(target), TREES[0]), **OPTIONS) as engine:
-        assert "CONCURRENT" in engine.core.runner.program.compiler_options.values(), "A x beside the weight's product"
         params = [replace(GREEDY, temperature=t, seed=5) for t in (0.0, 1.0, 0.7)]
         done = engine.generate(PROMPTS, params, trace=True)
         assert all(each.accept_len > 0 for one in done for each in one.rounds[:-1])
+
+
+def test_kernels_of_a_chain_run_concurrently_because_rows_have_an_adapter(target: Model) -> None:
+    drafters = UNO(tiny.uno_adapter(target), TREES[0]), NGram(TREES[0])
+    options = [Program(drafter, (), "coupled", "auto").compiler_options for drafter in drafters]
+    assert ["CONCURRENT" in values.values() for values in options] == [True, False]
 
 
 def test_adapter_in_the_rows_that_are_verified_emits_other_tokens(

@@ -12,7 +12,7 @@ import pytest
 
 from pallas_kernels import gated_matmul, split_matmul
 from pallas_kernels.layers.adapted import Adapted
-from pallas_kernels.layers.dense.low_rank_kernels import sizes_of_both
+from pallas_kernels.layers.dense.low_rank_kernels import blocks_of_tables, sizes_of_both
 from pallas_kernels.layers.formats import quantize
 from pallas_kernels.layers.gated_matmul import MOST_WIDE
 from pallas_kernels.layers.low_rank import MOST_ROWS, WIDEST, add_low_rank, has_kernel
@@ -33,28 +33,26 @@ def problem(
 ) -> tuple[jax.Array, Adapted]:
     """Return activations [*shape, inner] and a weight whose rows choose tables at random, some of them none."""
     rng, out, width = np.random.default_rng(0), sum(modules), rank * len(modules)
-    stride = -(-tables * rank // 64) * 64
-    columns, starts = stride * len(modules), np.cumsum([0, *modules])
+    columns, starts = -(-tables * width // 64) * 64, np.cumsum([0, *modules])
     b = np.zeros((out, columns))
     for table in range(tables):
         for index, rows in enumerate(modules):
-            column = index * stride + table * rank
+            column = (index * tables + table) * rank
             b[starts[index] : starts[index + 1], column : column + rank] = rng.normal(size=(rows, rank))
     x, a, w = (rng.normal(size=size) for size in ((*shape, inner), (columns, inner), (out, inner)))
     arrays = [on_device(values, BF16) for values in (w / np.sqrt(inner), a / np.sqrt(inner), b)]
     table = on_device(rng.permutation(np.arange(1, 1 + np.prod(shape)) % (tables + 1)).reshape(shape), jnp.int32)
-    return on_device(x, BF16), Adapted(*arrays, table, width, rank, modules)
+    return on_device(x, BF16), Adapted(*arrays, table, width, rank, tables, modules)
 
 
 def wide(array: Any) -> np.ndarray:
     return np.asarray(array, np.float64)
 
 
-def columns_of(weight: Adapted, table: int) -> np.ndarray:
+def table_columns(weight: Adapted, table: int) -> np.ndarray:
     """Return the columns of a table, counted from 1, of all modules."""
-    rank, modules = weight.rank, weight.width // weight.rank
-    starts = np.arange(modules) * (weight.a.shape[0] // modules) + (table - 1) * rank
-    return (starts[:, None] + np.arange(rank)).ravel()
+    modules = np.arange(weight.width // weight.rank)[:, None]
+    return ((modules * weight.tables + table - 1) * weight.rank + np.arange(weight.rank)).ravel()
 
 
 def wanted(sums: Any, x: Any, weight: Adapted) -> np.ndarray:
@@ -62,7 +60,7 @@ def wanted(sums: Any, x: Any, weight: Adapted) -> np.ndarray:
     result, tables = wide(sums).copy(), np.asarray(weight.table)
     for row in np.ndindex(tables.shape):
         if table := tables[row]:
-            columns = columns_of(weight, table)
+            columns = table_columns(weight, table)
             inner = wide(weight.a)[columns] @ wide(x)[row]
             result[row] += wide(weight.b)[:, columns] @ wide(inner.astype(BF16))
     return result
@@ -125,9 +123,9 @@ def test_kernels_read_the_chosen_tables_alone_and_of_b_the_columns_of_a_module()
     """NaN in what is not read does not reach the result; XLA reads all of it."""
     x, weight = problem((2, 5), FUSED)
     weight = replace(weight, table=jnp.where(weight.table == 2, 0, weight.table))
-    second = columns_of(weight, 2)
+    second = table_columns(weight, 2)
     a, b = np.array(weight.a), np.array(weight.b)
-    a[second] = b[:, second] = b[:128, columns_of(weight, 1)[RANK:]] = np.nan
+    a[second] = b[:, second] = b[:128, table_columns(weight, 1)[RANK:]] = np.nan
     bad = replace(weight, a=on_device(a), b=on_device(b))
     sums = sums_of((2, 5), 256)
     outs = {
@@ -159,7 +157,7 @@ def test_split_product_with_adapters_is_that_of_float64(
     """The weight's product and A x come from one kernel, unless there are many rows or the weight is quantised."""
     x, weight = problem(shape, modules, inner)
     weight, w = stored(weight, kind)
-    assert (sizes_of_both(shape[0] * shape[1], weight) is not None) == (kind is None and shape[1] == 5)
+    assert (sizes_of_both(weight) is not None) == (kind is None and shape[1] == 5)
     right = wanted(wide(x) @ w.T, x, weight)
     for implementation in ("pallas", "reference"):
         (got,) = split_matmul(x, weight, implementation=implementation)
@@ -235,7 +233,9 @@ def adapted(shape: tuple[int, ...], out: int, inner: int, modules: int, tables: 
     width = rank * modules
     sizes, dtypes = ((out, inner), (tables * width, inner), (out, tables * width), shape), (BF16, BF16, BF16, jnp.int32)
     arrays = [jax.ShapeDtypeStruct(*pair) for pair in zip(sizes, dtypes, strict=True)]
-    return jax.ShapeDtypeStruct((*shape, inner), BF16), Adapted(*arrays, width, rank, (out // modules,) * modules)
+    return jax.ShapeDtypeStruct((*shape, inner), BF16), Adapted(
+        *arrays, width, rank, tables, (out // modules,) * modules
+    )
 
 
 @pytest.mark.parametrize(
@@ -256,8 +256,10 @@ def test_products_with_adapters_have_few_launches_on_an_h200(
     def products(table: Any, *factors: Any) -> list[Any]:
         return [multiply(x, replace(weight, table=table)) for x, weight in factors]
 
-    x, weight = adapted(shape, *sizes)
-    one, two = (compile_for_h200(products, weight.table, *[(x, weight)] * n, fail_on_spills=True) for n in (1, 2))
+    (out, inner, modules), pairs = sizes, [adapted(shape, *sizes, tables=5)]
+    pairs.append(adapted(shape, out, inner, 4 - modules, tables=5))
+    table = pairs[0][1].table
+    one, two = (compile_for_h200(products, table, *pairs[:count], fail_on_spills=True) for count in (1, 2))
     assert all(one.count(name) == 1 and two.count(name) == 2 for name in names)
     assert len(two.launches) - len(one.launches) == len(names) and len(one.launches) <= len(names) + 3
 
@@ -272,6 +274,15 @@ def test_kernels_compiled_for_each_gpu_spill_nothing(gpu: str, multiply: Any, ro
     program = compile_for(GPUS[gpu], multiply, *adapted((1, rows), out, 4096, 1, rank=rank), fail_on_spills=True)
     assert program.count("low_rank_sum") == 1
     assert program.count("split_matmul_low_rank" if rank == 16 else "low_rank_inner") == 1
+
+
+def test_up_to_32_rows_are_one_block_unless_a_table_is_wide() -> None:
+    """Otherwise a block has 16 rows; it can choose as many tables as there are, or as it has rows."""
+    sizes = [
+        blocks_of_tables(adapted((rows,), 4096, 4096, 1, rank=rank)[1])
+        for rows, rank in ((1, 16), (17, 16), (32, 128), (32, 256), (33, 16))
+    ]
+    assert sizes == [(1, 1), (1, 8), (1, 8), (2, 8), (3, 8)]
 
 
 def test_kernels_support_two_bytes_a_value_and_tables_that_a_program_can_hold() -> None:

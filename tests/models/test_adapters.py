@@ -124,11 +124,11 @@ def _choosing(layer: Any, name: str, table: int) -> Any:
 def _swapped(tables: AdapterTables) -> AdapterTables:
     """Exchange the rows of A of queries and keys in the second table."""
 
+    queries = jnp.arange(RANK, 2 * RANK)
+    keys = queries + 3 * RANK  # after all tables of queries
+
     def swapped(pair: Any) -> Any:
-        queries, keys, values = jnp.split(pair.a, 3)
-        second = slice(RANK, 2 * RANK)
-        parts = queries.at[second].set(keys[second]), keys.at[second].set(queries[second]), values
-        return replace(pair, a=jnp.concatenate(parts))
+        return replace(pair, a=pair.a.at[queries].set(pair.a[keys]).at[keys].set(pair.a[queries]))
 
     return AdapterTables([{**layer, "qkv": swapped(layer["qkv"])} for layer in tables.layers])
 

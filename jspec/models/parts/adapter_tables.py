@@ -22,13 +22,14 @@ Layer = TypeVar("Layer", bound=LayerWeights)
 class LowRank:
     """The adapters of one weight [out, inner] in all tables, or that of one table, which has ``width`` columns.
 
-    Columns of the same module are adjacent, those of one table after those of another.
+    Columns of a module are adjacent, those of one table after those of another. Columns at the end may be unused.
     """
 
     a: Any  # array of the devices or of the host [columns, inner]
     b: Any  # [out, columns]
     width: int = struct.field(pytree_node=False)
     rank: int = struct.field(pytree_node=False)  # columns of a table of each module
+    tables: int = struct.field(pytree_node=False, default=1)
     # Rows of each module in the weight, or in each device's part of it; (): unknown.
     modules: tuple[int, ...] = struct.field(pytree_node=False, default=())
 
@@ -36,7 +37,7 @@ class LowRank:
         """Return the weight with these adapters, for rows of which each chose a table or none."""
         if isinstance(weight, Shard):
             return replace(weight, weight=self.adapted(weight.weight, table))
-        return Adapted(weight, self.a, self.b, table, self.width, self.rank, self.modules)
+        return Adapted(weight, self.a, self.b, table, self.width, self.rank, self.tables, self.modules)
 
 
 @struct.dataclass
@@ -76,9 +77,8 @@ class AdapterTables:
 def _put(tables: LowRank, adapter: LowRank, index: Int[Array, ""]) -> LowRank:
     """Write the columns of one table."""
     a, b, rank = tables.a, tables.b, tables.rank
-    modules = tables.width // rank
-    for module in range(modules):
-        first, columns = module * (len(a) // modules) + index * rank, slice(module * rank, (module + 1) * rank)
+    for module in range(tables.width // rank):
+        first, columns = (module * tables.tables + index) * rank, slice(module * rank, (module + 1) * rank)
         a = jax.lax.dynamic_update_slice_in_dim(a, adapter.a[columns], first, axis=0)
         b = jax.lax.dynamic_update_slice_in_dim(b, adapter.b[:, columns], first, axis=1)
     return replace(tables, a=a, b=b)

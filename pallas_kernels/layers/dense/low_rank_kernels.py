@@ -8,7 +8,7 @@ the rows that chose this one. `low_rank_sum` has the kernel of B.
 
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,12 +20,20 @@ from pallas_kernels.layers.adapted import Adapted
 from pallas_kernels.layers.dense import split_kernel
 
 LEAST = 16  # the smallest side of a product on tensor cores, and rows of A of a program
-MOST_BLOCK = 32  # most rows of a program
-STEP = 128  # values of k per loop iteration of `inner_parts` where a row has `MOST_PARTS`
+MOST_ROWS = 32  # most rows of a block
+STEP, LEAST_STEP = 128, 64  # values of k per loop iteration of `inner_parts`: of `MOST_PARTS`, and the least
 MOST_PARTS = 8  # most parts of the sum over k of `inner_parts`
 MOST_VALUES = 1 << 12  # most values of z of a module in a program of B with more than `LEAST` rows
 MOST_INNER = 256  # most partial sums of a row of z of a module, which a program of B has in registers
 TILES = 128, 64, 32  # columns of a tile of the result: the first of these that divides every module
+
+
+class TableSizes(NamedTuple):
+    """The sizes that the kernels of a weight's adapters share."""
+
+    block: int  # rows of a program
+    rank: int  # columns of a table of each module
+    stride: int  # columns of all tables of a module
 
 
 def columns_of(weight: Adapted) -> int:
@@ -37,28 +45,28 @@ def columns_of(weight: Adapted) -> int:
     return max(pl.next_power_of_2(weight.rank if is_divided else weight.width), LEAST)
 
 
-def block_of(weight: Adapted) -> int:
-    """Returns the number of rows of a program; a block of few has few tables where sequences have several rows."""
+def table_sizes(weight: Adapted) -> TableSizes:
+    """Returns the sizes for the rows of a weight.
+
+    Up to 32 rows are one block, so that a table is read once. More rows are those of sequences with several rows, of
+    which a small block has few, and so few tables.
+    """
     rows = weight.table.size
-    is_one = rows <= MOST_BLOCK and columns_of(weight) * MOST_BLOCK <= MOST_VALUES
-    return max(pl.next_power_of_2(rows), LEAST) if is_one else LEAST
-
-
-def block_sizes(weight: Adapted) -> dict[str, int]:
-    """Returns the parameters of all kernels: rows of a block, and columns of a table of each module."""
-    return {"block": block_of(weight), "rank": weight.rank}
+    is_one_block = rows <= MOST_ROWS and columns_of(weight) * MOST_ROWS <= MOST_VALUES
+    block = max(pl.next_power_of_2(rows), LEAST) if is_one_block else LEAST
+    return TableSizes(block, weight.rank, weight.stride)
 
 
 def blocks_of_tables(weight: Adapted) -> tuple[int, int]:
     """Returns the number of blocks of rows, and the most tables that the rows of a block can choose."""
-    rows, block = weight.table.size, block_of(weight)
-    return math.ceil(rows / block), min(rows, block, weight.stride // weight.rank)
+    rows, block = weight.table.size, table_sizes(weight).block
+    return math.ceil(rows / block), min(rows, block, weight.tables)
 
 
 def chosen_tables(weight: Adapted) -> Int[Array, "blocks places"]:
     """Returns the tables that the rows of each block chose, each table once, in order; 0: no more tables."""
     rows, (blocks, places) = weight.table.size, blocks_of_tables(weight)
-    padding = blocks * min(block_of(weight), rows) - rows
+    padding = blocks * min(table_sizes(weight).block, rows) - rows
     table = jnp.pad(weight.table.reshape(rows), (0, padding)).reshape(blocks, -1)
     row = jnp.arange(table.shape[1])
     earlier = (table[:, :, None] == table[:, None]) & (row < row[:, None])
@@ -75,10 +83,12 @@ def _multiply_inner(
     chosen_ref: Any,
     inner_ref: Any,
     *,
+    sizes: TableSizes,
     index: Array,
     part: Array,
     tile: Array,
-    **sizes: int,
+    step: int,
+    steps: int,
 ) -> None:
     """Multiplies the rows of a block by some rows of A of one table, over a part of k, in a program.
 
@@ -88,20 +98,16 @@ def _multiply_inner(
         table_ref: [T].
         chosen_ref: [blocks, places].
         inner_ref: output, partial sums [parts, T, width] float32; rows without an adapter are not written.
+        sizes: sizes of blocks and tables.
         index, part, tile: indices of the block and of its table, of the part of k, and of the rows of A.
-        sizes: rows of a `block`, `inner` values of k per loop iteration, `steps` iterations per part, and `rank` of
-            each module.
+        step: values of k per loop iteration.
+        steps: loop iterations per part.
     """
-    (rows, _), width, step, steps, rank = (
-        x_ref.shape,
-        inner_ref.shape[2],
-        *(sizes[n] for n in ("inner", "steps", "rank")),
-    )
-    block, places = sizes["block"], chosen_ref.shape[1]
+    (rows, _), width, places, (block, rank, stride) = x_ref.shape, inner_ref.shape[2], chosen_ref.shape[1], sizes
     chosen = pltriton.load(chosen_ref.at[index // places, index % places])
     row, column = index // places * block + jnp.arange(block), tile * LEAST + jnp.arange(LEAST)
     is_row, inside = row < rows, column < width
-    row_of_a = column // rank * (a_ref.shape[0] * rank // width) + (chosen - 1) * rank + column % rank
+    row_of_a = column // rank * stride + (chosen - 1) * rank + column % rank
 
     @pl.when(chosen > 0)
     def multiply():
@@ -123,14 +129,25 @@ def _inner_kernel(x_ref, a_ref, table_ref, chosen_ref, inner_ref, **sizes):
     _multiply_inner(x_ref, a_ref, table_ref, chosen_ref, inner_ref, index=index, part=part, tile=tile, **sizes)
 
 
+def _step_and_parts(inner: int, weight: Adapted) -> tuple[int, int]:
+    """Returns the values of k per loop iteration, and the number of parts; the more parts, the shorter a program."""
+    most = min(MOST_PARTS, MOST_INNER // columns_of(weight))
+    widest = STEP * min(MOST_PARTS // most, 4)  # fewer parts have longer iterations
+    steps = [step for step in (widest >> i for i in range(4)) if step >= LEAST_STEP and inner % step == 0]
+
+    def parts(step: int) -> int:
+        return max(count for count in range(1, most + 1) if inner // step % count == 0)
+
+    step = max(steps, key=parts)
+    return step, parts(step)
+
+
 def inner_parts(x: Array, weight: Adapted, *, interpret: bool) -> Float[Array, "parts rows width"]:
     """Returns z as partial sums, for x [rows, inner]; those of rows without an adapter are arbitrary."""
-    (rows, inner), chosen = x.shape, chosen_tables(weight)
-    most = min(MOST_PARTS, MOST_INNER // columns_of(weight))
-    step = math.gcd(inner, STEP * min(MOST_PARTS // most, 4))
-    parts = max(parts for parts in range(1, most + 1) if inner // step % parts == 0)
+    (rows, inner), chosen, (step, parts) = x.shape, chosen_tables(weight), _step_and_parts(x.shape[1], weight)
+    steps = inner // step // parts
     return pl.pallas_call(
-        functools.partial(_inner_kernel, inner=step, steps=inner // step // parts, **block_sizes(weight)),
+        functools.partial(_inner_kernel, sizes=table_sizes(weight), step=step, steps=steps),
         grid=(chosen.size, parts, math.ceil(weight.width / LEAST)),
         out_shape=jax.ShapeDtypeStruct((parts, rows, weight.width), jnp.float32),
         compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=3 if step <= STEP else 2),
@@ -149,8 +166,7 @@ def _both_kernel(
     *refs,  # `after`, which is not read, if it was passed; outputs: sums_ref [parts, T, N] and inner_ref as above
     # static parameters
     programs,  # programs of A in each part of k
-    block,  # rows of a block
-    rank,  # columns of a table of each module
+    table_sizes,  # sizes of blocks and tables
     **sizes,  # those of `split_kernel.multiply_tile`
 ):
     """Computes a tile of the weight's product in one Pallas program, or in the first programs a tile of z."""
@@ -159,22 +175,23 @@ def _both_kernel(
 
     @pl.when(index < programs)
     def multiply_inner():
-        steps, count = {"inner": sizes["inner"], "steps": sizes["steps"]}, math.prod(chosen_ref.shape)
-        at = {"index": index % count, "part": part, "tile": index // count, "block": block, "rank": rank}
-        _multiply_inner(x_ref, a_ref, table_ref, chosen_ref, inner_ref, **at, **steps)
+        refs, count = (x_ref, a_ref, table_ref, chosen_ref, inner_ref), math.prod(chosen_ref.shape)
+        steps = {"step": sizes["inner"], "steps": sizes["steps"]}
+        _multiply_inner(*refs, sizes=table_sizes, index=index % count, part=part, tile=index // count, **steps)
 
     @pl.when(index >= programs)
     def multiply_weight():
         split_kernel.multiply_tile(x_ref, weight_ref, (), sums_ref, block=index - programs, part=part, **sizes)
 
 
-def sizes_of_both(rows: int, weight: Adapted) -> split_kernel.SplitSizes | None:
+def sizes_of_both(weight: Adapted) -> split_kernel.SplitSizes | None:
     """Returns the sizes of the programs of `both_products`; None: the weight's product has a launch of its own.
 
     All programs must run at once, because those of A take as long as the others. With more rows, launches that run side
     by side are as fast or faster.
     """
-    if not isinstance(weight.weight, jax.Array) or rows > LEAST:
+    rows = weight.table.size
+    if not isinstance(weight.weight, jax.Array) or rows > split_kernel.FEW_ROWS:
         return None
     (out, inner), dtype = weight.weight.shape, weight.weight.dtype
     extra = math.prod(blocks_of_tables(weight)) * math.ceil(weight.width / LEAST)
@@ -187,11 +204,19 @@ def sizes_of_both(rows: int, weight: Adapted) -> split_kernel.SplitSizes | None:
 def both_products(
     x: Array, weight: Adapted, after: Array | None, *, sizes: split_kernel.SplitSizes, interpret: bool
 ) -> tuple[Float[Array, "parts rows out"], Float[Array, "parts rows width"]]:
-    """Returns partial sums of the weight's product and of z by one launch; the arguments are as above."""
+    """Returns partial sums of the weight's product and of z by one launch.
+
+    Args:
+        x: activations [rows, inner].
+        weight: the weight.
+        after: an array that the kernel waits for but does not read, or None.
+        sizes: sizes of the programs, those of `sizes_of_both`.
+        interpret: whether the kernel is interpreted.
+    """
     (rows, inner), out, parts, chosen = x.shape, weight.shape[0], sizes.parts, chosen_tables(weight)
     programs = chosen.size * math.ceil(weight.width / LEAST)
     static = {"rows": rows, "steps": inner // sizes.columns // parts, "tile": sizes.tile, "inner": sizes.columns}
-    kernel = functools.partial(_both_kernel, programs=programs, first=0, **block_sizes(weight), **static)
+    kernel = functools.partial(_both_kernel, programs=programs, table_sizes=table_sizes(weight), first=0, **static)
     sums, inner_sums = pl.pallas_call(
         kernel,
         grid=(programs + out // sizes.tile, parts),

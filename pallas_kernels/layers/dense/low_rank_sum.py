@@ -14,7 +14,7 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float
 
 from pallas_kernels.layers.adapted import Adapted
-from pallas_kernels.layers.dense.low_rank_kernels import LEAST, TILES, block_of, block_sizes, chosen_tables, columns_of
+from pallas_kernels.layers.dense.low_rank_kernels import LEAST, TILES, chosen_tables, columns_of, table_sizes
 from pallas_kernels.layers.partial_sums import PartialSums, split_scales, sum_f32
 from pallas_kernels.layers.quantize_rows import Activation, activate
 
@@ -35,15 +35,14 @@ def _sum_kernel(
     out_ref,  # [T, N]
     # static parameters
     *,
-    block,  # rows of a block
+    sizes,  # sizes of blocks and tables
     tile,  # columns of a tile of the result
-    rank,  # columns of a table of each module
     ends,  # end of each module's rows of the weight; (): every row has all columns of a table
     gate,  # activation function of the gate; None: the product has no gate
 ):
-    """Computes a tile of columns for the rows of a block, of which the weight's rows are of one module."""
+    """Computes a tile of columns, which are rows of one module of the weight, for the rows of a block."""
     (rows, _), width, places = out_ref.shape, inner_ref.shape[2], chosen_ref.shape[1]
-    index, tile_at, stride = pl.program_id(0), pl.program_id(1) * tile, b_ref.shape[1] * rank // width
+    (block, rank, stride), index, tile_at = sizes, pl.program_id(0), pl.program_id(1) * tile
     columns = rank if ends else width  # of a table, which the rows of the weight have
     row = index * block + jnp.arange(block)
     is_row, column = row < rows, jnp.arange(max(pl.next_power_of_2(columns), LEAST))[None, :]
@@ -107,15 +106,16 @@ def sum_products(
     """
     shape, out, (values, scales) = weight.table.shape, weight.shape[0] // (2 if gate else 1), split_scales(sums)
     rows, modules, chosen = math.prod(shape), weight.modules or (out,), chosen_tables(weight)
-    width, pieces = columns_of(weight) * weight.b.dtype.itemsize, 2 if gate else 1
-    column = (width + block_of(weight) * values.shape[0] * 4) * pieces
-    tiles = [size for size in TILES if size * column <= MOST_BYTES] or TILES[-1:]
-    tile = next((size for size in tiles if all(end % size == 0 for end in (out, *modules))), None)
+    sizes, halves = table_sizes(weight), 2 if gate else 1
+    bytes_of_b = columns_of(weight) * weight.b.dtype.itemsize  # of a column of the result
+    column_bytes = halves * (bytes_of_b + sizes.block * values.shape[0] * 4)
+    tiles = [size for size in TILES if size * column_bytes <= MOST_BYTES] or TILES[-1:]
+    tile = next((size for size in tiles if all(count % size == 0 for count in (out, *modules))), None)
     ends = tuple(sum(modules[: index + 1]) for index in range(len(modules))) if tile and weight.modules else ()
     tile = tile or TILES[-1]
-    stages = max(1, min(STAGES, MOST_SHARED // (pieces * tile * width)))
+    stages = max(1, min(STAGES, MOST_SHARED // (halves * tile * bytes_of_b)))
     result = pl.pallas_call(
-        functools.partial(_sum_kernel, tile=tile, ends=ends, gate=gate, **block_sizes(weight)),
+        functools.partial(_sum_kernel, sizes=sizes, tile=tile, ends=ends, gate=gate),
         grid=(chosen.shape[0], out // tile),
         out_shape=jax.ShapeDtypeStruct((rows, out), dtype),
         compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=stages),
