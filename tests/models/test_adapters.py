@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -149,6 +150,20 @@ def test_wrong_readings_have_other_logits(golden: Path, monkeypatch: pytest.Monk
         adapters.adaptable_weights.cache_clear()
         assert error(adapted(golden, "qwen3_5_text/all"), golden, "qwen3_5_text/all") > LEAST
     adapters.adaptable_weights.cache_clear()
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_bytes_of_tables_are_those_of_their_arrays_on_each_device(devices: int) -> None:
+    """The two devices of this target have copies of the one head of keys and values."""
+    target = tiny.load_target(GOLDEN / "families" / "qwen3_5_text")
+    placed = target if devices == 1 else place(target, mesh_of(devices))
+    tables = adapters.empty_tables(placed, 3, RANK)
+    arrays = jax.tree.leaves(tables)
+    for device in jax.devices()[:devices]:
+        held = sum(
+            shard.data.nbytes for array in arrays for shard in array.addressable_shards if shard.device == device
+        )
+        assert held == adapters.table_bytes(target, 3, RANK, devices)
 
 
 def copied(folder: Path, to: Path, config: dict[str, Any] | None = None, **tensors: np.ndarray | None) -> Path:
