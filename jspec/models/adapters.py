@@ -123,30 +123,29 @@ def empty_tables(model: Model, tables: int, rank: int) -> AdapterTables:
     )
 
 
-def table_bytes(model: Model, tables: int, rank: int, devices: int) -> int:
-    """Return the bytes of `empty_tables` on each of several devices."""
+def table_bytes(model: Model, tables: int, rank: int) -> int:
+    """Return the bytes of `empty_tables` on each device."""
     if not tables:
         return 0  # also for layers that no file of the family has
-    specs = [
-        spec
+    shapes = [
+        _shape(spec, model)
         for layer in adaptable_weights(model.config)
         for weight in layer.values()
         for spec in weight.of(tables, rank)
     ]
+    on_device = (s.shape if s.sharding is None else s.sharding.shard_shape(s.shape) for s in shapes)
+    return sum(map(math.prod, on_device)) * model.dtype.itemsize
 
-    def values(spec: ParamSpec) -> int:
-        rows = device_rows(spec, devices)  # some devices have copies
-        shape = spec.shape if rows is None else (len(rows), *spec.shape[1:])
-        return math.prod(shape) // (devices if AXIS in spec_of(spec) else 1)
 
-    return sum(map(values, specs)) * model.dtype.itemsize
+def _shape(spec: ParamSpec, model: Model) -> jax.ShapeDtypeStruct:
+    """Return the shape of an array on a model's devices, with its sharding if they are several."""
+    shape = jax.ShapeDtypeStruct(spec.shape, model.dtype)
+    return shape if model.mesh is None else put(shape, spec, model.mesh)
 
 
 def _zeros(spec: ParamSpec, model: Model) -> jax.Array:
-    if model.mesh is None:
-        return jnp.zeros(spec.shape, model.dtype, device=jax.tree.leaves(model)[0].sharding)
-    divided = put(jax.ShapeDtypeStruct(spec.shape, model.dtype), spec, model.mesh)
-    return jnp.zeros(divided.shape, model.dtype, device=divided.sharding)
+    shape = _shape(spec, model)
+    return jnp.zeros(shape.shape, shape.dtype, device=shape.sharding or jax.tree.leaves(model)[0].sharding)
 
 
 def as_tables(adapter: AdapterFile, model: Model, rank: int) -> list[dict[str, LowRank]]:

@@ -95,7 +95,7 @@ class Side:
         free, count = calls.least(memory.device_memory(*devices)), 1 if program.mesh is None else program.mesh.size
         adapters = 0
         if params.target is not None:
-            adapters = table_bytes(params.target, config.adapters, config.adapter_rank, count)
+            adapters = table_bytes(params.target, config.adapters, config.adapter_rank)
         self.planner = memory.MemoryPlanner(*on_one(program, params), config, free, count, adapters)
         self.draft: Draft | None = None
         self._kept: list[LookupState] = []

@@ -124,7 +124,6 @@ def _choosing(layer: Any, name: str, table: int) -> Any:
 
 def _swapped(tables: AdapterTables) -> AdapterTables:
     """Exchange the rows of A of queries and keys in the second table."""
-
     queries = jnp.arange(RANK, 2 * RANK)
     keys = queries + 3 * RANK  # after all tables of queries
 
@@ -163,7 +162,7 @@ def test_bytes_of_tables_are_those_of_their_arrays_on_each_device(devices: int) 
         held = sum(
             shard.data.nbytes for array in arrays for shard in array.addressable_shards if shard.device == device
         )
-        assert held == adapters.table_bytes(target, 3, RANK, devices)
+        assert held == adapters.table_bytes(placed, 3, RANK)
 
 
 def copied(folder: Path, to: Path, config: dict[str, Any] | None = None, **tensors: np.ndarray | None) -> Path:
