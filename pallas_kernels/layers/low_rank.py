@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import TRITON, Implementation, Kernel, dispatch
 from pallas_kernels.layers.adapted import Adapted
-from pallas_kernels.layers.dense.low_rank_kernels import LEAST_STEP, TILES, columns_of, inner_parts
+from pallas_kernels.layers.dense.low_rank_kernels import LEAST_STEP, MOST_INNER, TILES, columns_of, inner_parts
 from pallas_kernels.layers.dense.low_rank_sum import sum_products
 from pallas_kernels.layers.dense.plain_product import plain_product
 from pallas_kernels.layers.partial_sums import PartialSums, add_adapters
@@ -23,7 +23,6 @@ from pallas_kernels.layers.quantize_rows import Activation, gated
 
 DTYPES = jnp.bfloat16, jnp.float16  # of x, A and B
 MOST_ROWS = 320  # with more rows, the products of XLA with all tables take less time
-WIDEST = 256  # most columns of a table that a program can have
 
 
 def product_f32(x: Float[Array, "*rows inner"], weight: Float[Array, "out inner"]) -> Float[Array, "*rows out"]:
@@ -37,7 +36,7 @@ def has_kernel(x: Array | jax.ShapeDtypeStruct, weight: Adapted) -> bool:
     if x.dtype not in DTYPES or not x.dtype == weight.a.dtype == weight.b.dtype or tuple(shape) != weight.table.shape:
         return False
     divides = inner % LEAST_STEP == 0 and out % (2 * TILES[-1]) == 0
-    return divides and math.prod(shape) <= MOST_ROWS and columns_of(weight) <= WIDEST
+    return divides and math.prod(shape) <= MOST_ROWS and columns_of(weight) <= MOST_INNER
 
 
 @functools.partial(jax.jit, static_argnames=("dtype", "gate", "implementation"))

@@ -12,10 +12,10 @@ import pytest
 
 from pallas_kernels import gated_matmul, split_matmul
 from pallas_kernels.layers.adapted import Adapted
-from pallas_kernels.layers.dense.low_rank_kernels import blocks_of_tables, sizes_of_both
+from pallas_kernels.layers.dense.low_rank_kernels import MOST_INNER, blocks_of_tables, sizes_of_both
 from pallas_kernels.layers.formats import quantize
 from pallas_kernels.layers.gated_matmul import MOST_WIDE
-from pallas_kernels.layers.low_rank import MOST_ROWS, WIDEST, add_low_rank, has_kernel
+from pallas_kernels.layers.low_rank import MOST_ROWS, add_low_rank, has_kernel
 from pallas_kernels.layers.partial_sums import Scaled
 from tests.reference.activations import ACTIVATIONS
 from tests.support import cover
@@ -267,7 +267,11 @@ def test_products_with_adapters_have_few_launches_on_an_h200(
 @pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize(
     ("multiply", "rows", "out", "rank"),
-    [(split_matmul, 5, 4096, 16), (split_matmul, 100, 4096, 256), (gated_matmul, 160, 28672, 256)],
+    [
+        (split_matmul, 5, 4096, 16),
+        (split_matmul, 100, 4096, 256),
+        *((gated_matmul, rows, 28672, 256) for rows in (5, 32, 160)),
+    ],
 )
 def test_kernels_compiled_for_each_gpu_spill_nothing(gpu: str, multiply: Any, rows: int, out: int, rank: int) -> None:
     """A rank of 256 is the largest; 100 rows, and rows of gate and up, are multiplied by A in a launch of their own."""
@@ -291,9 +295,9 @@ def test_kernels_support_two_bytes_a_value_and_tables_that_a_program_can_hold() 
         a, b = (jax.ShapeDtypeStruct(array.shape, dtype) for array in (weight.a, weight.b))
         return has_kernel(jax.ShapeDtypeStruct(x.shape, dtype), replace(weight, a=a, b=b))
 
-    assert has() and has(dtype=jnp.float16) and has(rows=MOST_ROWS) and has(rank=WIDEST)
-    assert not any([has(dtype=F32), has(rows=MOST_ROWS + 1), has(rank=WIDEST + 1), has(out=96), has(inner=96)])
-    x, weight = adapted((1, 5), 384, 64, 3, rank=WIDEST)
+    assert has() and has(dtype=jnp.float16) and has(rows=MOST_ROWS) and has(rank=MOST_INNER)
+    assert not any([has(dtype=F32), has(rows=MOST_ROWS + 1), has(rank=MOST_INNER + 1), has(out=96), has(inner=96)])
+    x, weight = adapted((1, 5), 384, 64, 3, rank=MOST_INNER)
     assert has_kernel(x, weight) and not has_kernel(x, replace(weight, modules=())), "columns of each module, of all"
     x, weight = adapted((1, 5), 128, 64, 1)
     assert not has_kernel(jax.ShapeDtypeStruct(x.shape, jnp.float16), weight), "x of another dtype"

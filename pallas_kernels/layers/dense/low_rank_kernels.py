@@ -20,12 +20,12 @@ from pallas_kernels.layers.adapted import Adapted
 from pallas_kernels.layers.dense import split_kernel
 
 LEAST = 16  # the smallest side of a product on tensor cores, and rows of A of a program
-MOST_ROWS = 32  # most rows of a block
+MOST_BLOCK = 32  # most rows of a block
 STEP, LEAST_STEP = 128, 64  # values of k per loop iteration of `inner_parts`: of `MOST_PARTS`, and the least
 MOST_PARTS = 8  # most parts of the sum over k of `inner_parts`
 MOST_VALUES = 1 << 12  # most values of z of a module in a program of B with more than `LEAST` rows
 MOST_INNER = 256  # most partial sums of a row of z of a module, which a program of B has in registers
-TILES = 128, 64, 32  # columns of a tile of the result: the first of these that divides every module
+TILES = 128, 64, 32  # columns of a tile of the result: one of these that divides every module
 
 
 class TableSizes(NamedTuple):
@@ -36,13 +36,18 @@ class TableSizes(NamedTuple):
     stride: int  # columns of all tables of a module
 
 
-def columns_of(weight: Adapted) -> int:
-    """Returns the number of columns of a table that a program of B has: of one module, if a tile divides each module.
+def tiled_modules(weight: Adapted) -> tuple[int, ...]:
+    """Returns the rows of each module of a weight; (): not known, or no tile divides each of them."""
+    return weight.modules if all(rows % TILES[-1] == 0 for rows in weight.modules) else ()
 
-    The number is the next power of two, and at least `LEAST`.
+
+def columns_of(weight: Adapted) -> int:
+    """Returns the number of columns of a table that a program of B has.
+
+    They are those of one module, or of all if `tiled_modules` is (). The number is the next power of two, and at least
+    `LEAST`.
     """
-    is_divided = weight.modules and all(rows % TILES[-1] == 0 for rows in weight.modules)
-    return max(pl.next_power_of_2(weight.rank if is_divided else weight.width), LEAST)
+    return max(pl.next_power_of_2(weight.rank if tiled_modules(weight) else weight.width), LEAST)
 
 
 def table_sizes(weight: Adapted) -> TableSizes:
@@ -52,7 +57,7 @@ def table_sizes(weight: Adapted) -> TableSizes:
     which a small block has few, and so few tables.
     """
     rows = weight.table.size
-    is_one_block = rows <= MOST_ROWS and columns_of(weight) * MOST_ROWS <= MOST_VALUES
+    is_one_block = rows <= MOST_BLOCK and columns_of(weight) * MOST_BLOCK <= MOST_VALUES
     block = max(pl.next_power_of_2(rows), LEAST) if is_one_block else LEAST
     return TableSizes(block, weight.rank, weight.stride)
 
@@ -123,10 +128,10 @@ def _multiply_inner(
         pltriton.store(inner_ref.at[part, row[:, None], column[None, :]], product, mask=mask)
 
 
-def _inner_kernel(x_ref, a_ref, table_ref, chosen_ref, inner_ref, **sizes):
+def _inner_kernel(x_ref, a_ref, table_ref, chosen_ref, inner_ref, **static):
     """Runs `_multiply_inner` in one Pallas program."""
     index, part, tile = (pl.program_id(axis) for axis in range(3))
-    _multiply_inner(x_ref, a_ref, table_ref, chosen_ref, inner_ref, index=index, part=part, tile=tile, **sizes)
+    _multiply_inner(x_ref, a_ref, table_ref, chosen_ref, inner_ref, index=index, part=part, tile=tile, **static)
 
 
 def _step_and_parts(inner: int, weight: Adapted) -> tuple[int, int]:
@@ -166,7 +171,7 @@ def _both_kernel(
     *refs,  # `after`, which is not read, if it was passed; outputs: sums_ref [parts, T, N] and inner_ref as above
     # static parameters
     programs,  # programs of A in each part of k
-    table_sizes,  # sizes of blocks and tables
+    tables,  # sizes of blocks and tables
     **sizes,  # those of `split_kernel.multiply_tile`
 ):
     """Computes a tile of the weight's product in one Pallas program, or in the first programs a tile of z."""
@@ -177,7 +182,7 @@ def _both_kernel(
     def multiply_inner():
         refs, count = (x_ref, a_ref, table_ref, chosen_ref, inner_ref), math.prod(chosen_ref.shape)
         steps = {"step": sizes["inner"], "steps": sizes["steps"]}
-        _multiply_inner(*refs, sizes=table_sizes, index=index % count, part=part, tile=index // count, **steps)
+        _multiply_inner(*refs, sizes=tables, index=index % count, part=part, tile=index // count, **steps)
 
     @pl.when(index >= programs)
     def multiply_weight():
@@ -216,7 +221,7 @@ def both_products(
     (rows, inner), out, parts, chosen = x.shape, weight.shape[0], sizes.parts, chosen_tables(weight)
     programs = chosen.size * math.ceil(weight.width / LEAST)
     static = {"rows": rows, "steps": inner // sizes.columns // parts, "tile": sizes.tile, "inner": sizes.columns}
-    kernel = functools.partial(_both_kernel, programs=programs, table_sizes=table_sizes(weight), first=0, **static)
+    kernel = functools.partial(_both_kernel, programs=programs, tables=table_sizes(weight), first=0, **static)
     sums, inner_sums = pl.pallas_call(
         kernel,
         grid=(programs + out // sizes.tile, parts),

@@ -6,6 +6,7 @@ zero for the rows that chose another.
 
 import functools
 import math
+from itertools import accumulate
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,14 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float
 
 from pallas_kernels.layers.adapted import Adapted
-from pallas_kernels.layers.dense.low_rank_kernels import LEAST, TILES, chosen_tables, columns_of, table_sizes
+from pallas_kernels.layers.dense.low_rank_kernels import (
+    LEAST,
+    TILES,
+    chosen_tables,
+    columns_of,
+    table_sizes,
+    tiled_modules,
+)
 from pallas_kernels.layers.partial_sums import PartialSums, split_scales, sum_f32
 from pallas_kernels.layers.quantize_rows import Activation, activate
 
@@ -105,17 +113,15 @@ def sum_products(
         interpret: whether the kernel is interpreted.
     """
     shape, out, (values, scales) = weight.table.shape, weight.shape[0] // (2 if gate else 1), split_scales(sums)
-    rows, modules, chosen = math.prod(shape), weight.modules or (out,), chosen_tables(weight)
+    rows, modules, chosen = math.prod(shape), tiled_modules(weight), chosen_tables(weight)
     sizes, halves = table_sizes(weight), 2 if gate else 1
     bytes_of_b = columns_of(weight) * weight.b.dtype.itemsize  # of a column of the result
     column_bytes = halves * (bytes_of_b + sizes.block * values.shape[0] * 4)
     tiles = [size for size in TILES if size * column_bytes <= MOST_BYTES] or TILES[-1:]
-    tile = next((size for size in tiles if all(count % size == 0 for count in (out, *modules))), None)
-    ends = tuple(sum(modules[: index + 1]) for index in range(len(modules))) if tile and weight.modules else ()
-    tile = tile or TILES[-1]
+    tile = next(size for size in tiles if all(count % size == 0 for count in (out, *modules)))
     stages = max(1, min(STAGES, MOST_SHARED // (halves * tile * bytes_of_b)))
     result = pl.pallas_call(
-        functools.partial(_sum_kernel, sizes=sizes, tile=tile, ends=ends, gate=gate),
+        functools.partial(_sum_kernel, sizes=sizes, tile=tile, ends=tuple(accumulate(modules)), gate=gate),
         grid=(chosen.shape[0], out // tile),
         out_shape=jax.ShapeDtypeStruct((rows, out), dtype),
         compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=stages),
